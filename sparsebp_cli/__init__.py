@@ -4,11 +4,11 @@
 
     policy = sbp.make_policy("topk", keep=0.1, along="rows")
     engine = sbp.attach(model, [policy], sites="linears", optimizer=optimizer)
-    engine.backward(loss)      # in place of loss.backward()
+    engine.backward(loss)      # replaces loss.backward()
     engine.report()
     engine.detach()
 
-Importing this package is light: what needs torch is loaded when it is used.
+Importing this package is fast: modules that need torch are loaded on first use.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
     "segmented_backward",
 ]
 
-# A type checker sees the names themselves and no __getattr__, which would make every typo an Any.
+# Type checkers see the names themselves. They must not see __getattr__, which would turn every typo into an Any.
 if TYPE_CHECKING:
     from sparsebp_cli.backward import (
         Engine,

@@ -1,19 +1,21 @@
-"""Entry points and versions of installed packages, read once for each state of ``sys.path``.
+"""Read entry points and versions of installed packages, once for each state of ``sys.path``.
 
-``importlib.metadata.entry_points`` reads the metadata of every installed package at every call: 10 to 30 ms each, five
-times for a recipe. A package that is installed or removed changes the time of its folder, and is seen.
+``importlib.metadata.entry_points`` reads the metadata of every installed package at each call: 10 to 30 ms, five times
+for a recipe. Installing or removing a package changes its folder's modification time, which invalidates the cache.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-State = tuple[tuple[str, int], ...]  # of sys.path: each folder, and when it changed
+State = tuple[tuple[str, int], ...]  # of sys.path: each folder and its modification time
 
 
 def entry_points(group: str) -> metadata.EntryPoints:
@@ -22,18 +24,48 @@ def entry_points(group: str) -> metadata.EntryPoints:
 
 
 def find_version(package: str) -> str:
-    """Return the version of an installed package, empty where it is not installed."""
+    """Return the version of an installed package; empty if it is not installed."""
     return _read_version(package, _state())
 
 
 def tell_home(package: str) -> str:
-    """Return where something is that a package of this repository brings, and how to get it: the end of a sentence."""
+    """Return the end of a sentence: which package of this repository provides something, and how to install it."""
     return f"in the package {package}: python -m pip install {package}, or plugins/{package} of a checkout"
 
 
+def import_moved(module: str, name: str, homes: Mapping[str, str]) -> Any:
+    """Return a public name of 0.5 from the module to which it moved, with a warning. The next release removes this.
+
+    Args:
+        module: The module that had the name in 0.5.
+        name: The name.
+        homes: The new module of each moved name.
+
+    Returns:
+        The object of that name.
+
+    Raises:
+        AttributeError: for another name.
+        ModuleNotFoundError: if the package that has it is not installed; it says how to install it.
+    """
+    if name not in homes:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    package = homes[name].partition(".")[0]
+    try:
+        found = getattr(import_module(homes[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        text = f"{name} is {tell_home(package.replace('_', '-'))}"
+        raise ModuleNotFoundError(text, name=package) from None
+    # Not a DeprecationWarning: Python hides it when sparsebp_cli itself is the caller, as for `sparsebp_cli.audit`.
+    warnings.warn(f"{name} has moved: import it from {homes[name]}", FutureWarning, stacklevel=3)
+    return found
+
+
 def find_tool(name: str) -> Any:
-    """Return what ``plugins/sparsebp-tools`` offers by a name of the group ``sparsebp.tools``; None if it is not
-    installed, or broken, which its verbs tell."""
+    """Return the tool that a package of this repository registers under a name in the group ``sparsebp.tools``. Return
+    None if it is not installed or broken; its commands report why."""
     for entry in entry_points("sparsebp.tools").select(name=name):
         with suppress(Exception):
             return entry.load()
@@ -41,13 +73,13 @@ def find_tool(name: str) -> Any:
 
 
 def find_source(entry: metadata.EntryPoint) -> str:
-    """Return the distribution of an entry point and its version, such as ``sparsebp 0.2.0``."""
+    """Return the distribution and version of an entry point, such as ``sparsebp 0.2.0``."""
     return "unknown" if entry.dist is None else _describe(entry.dist)
 
 
 @lru_cache(maxsize=256)
 def _describe(dist: metadata.Distribution) -> str:
-    """Describe a distribution; reading its name and its version takes milliseconds each."""
+    """Describe a distribution. Cached, because reading its name and version takes milliseconds each."""
     try:
         return f"{dist.name} {dist.version}"
     except Exception:  # its metadata are damaged

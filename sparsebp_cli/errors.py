@@ -1,22 +1,22 @@
-"""PUBLIC. Every error that a user of SparseBP can meet, drawn as a tree.
+"""PUBLIC. All errors that SparseBP raises for its users.
 
-    SparseBPError                  any of the below; ``exit_code`` is what the command line ends with
-    ├── UsageError            2    an argument, option or call that makes no sense
+    SparseBPError                  any of the below; ``exit_code`` is the exit code of the command line
+    ├── UsageError            2    a wrong argument, option or call
     │   ├── RecipeError       2    the recipe: has file, line, column and key
     │   ├── PolicyError       2    a policy or its options: unknown, broken, out of range
-    │   ├── UnsupportedError  2    a combination that is not built, refused by name before anything starts
+    │   ├── UnsupportedError  2    an unsupported combination, refused before anything starts
     │   ├── ChangedError      2    a run whose recipe, code or data differ from those of its checkpoint
     │   └── DataError         2    a model or dataset that cannot be found, read or trusted
-    │       └── AbsentDataError 2  one that is not on this machine; another one may have it
+    │       └── AbsentDataError 2  one that is missing on this machine; another machine may have it
     ├── RunNotFoundError    102    a name matches no run, or more than one
-    ├── RunBusyError        101    the run is being written by another process
-    ├── UnreachableError    101    a target cannot be reached, so nothing is known of its runs
-    ├── RunFailedError      100    the run stopped by an error
+    ├── RunBusyError        101    another process is writing the run
+    ├── UnreachableError    101    a target cannot be reached, so the state of its runs is unknown
+    ├── RunFailedError      100    an error stopped the run
     │   ├── DivergedError   104    NaN or Inf in loss, gradient or weights
-    │   └── CheckpointError 100    no checkpoint is good, or one cannot be written
-    └── TrackingError       100    the tracking store cannot be used (a warning while a run lives)
+    │   └── CheckpointError 100    no checkpoint is valid, or one cannot be written
+    └── TrackingError       100    the tracking store cannot be used (a warning while a run is alive)
 
-The text of an error says what is wrong, the value got, and what is allowed, in one line.
+An error's text says in one line what is wrong, the value got, and what is allowed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = [
 
 
 class SparseBPError(Exception):
-    """Base of every error for the user: its text is one line, shown without a traceback."""
+    """Base of every error for the user. Its text is one line, shown without a traceback."""
 
     exit_code: ClassVar[int] = 100
 
 
 class UsageError(SparseBPError):
-    """An argument, option or call that makes no sense."""
+    """A wrong argument, option or call."""
 
     exit_code = 2
 
@@ -64,31 +64,31 @@ class RecipeError(UsageError):
     """A recipe that cannot be used: ``file:line:column: key: what is wrong``."""
 
     def __init__(self, text: str, *, file: str = "", line: int = 0, column: int = 0, key: str = "") -> None:
-        """Place the error.
+        """Store the text and its place.
 
         Args:
             text: One sentence: what is wrong, the value got, what is allowed.
-            file: The recipe's path as the user gave it, or the ``--set KEY=VALUE`` that the value came from.
-            line: Counted from 1; 0 when unknown.
-            column: Counted from 1; 0 when unknown.
-            key: Dotted path of the key, ``policy.0.keep``.
+            file: The recipe's path as the user gave it, or the ``--set KEY=VALUE`` that contains the value.
+            line: Counted from 1; 0 if unknown.
+            column: Counted from 1; 0 if unknown.
+            key: Dotted path of the key, such as ``policy.0.keep``.
         """
         self.text: str = text
         self.file: str = file
         self.line: int = line
         self.column: int = column
         self.key: str = key
-        self.others: Sequence[RecipeError] = ()  # what else is wrong with the recipe, in the order of the file
+        self.others: Sequence[RecipeError] = ()  # the recipe's other errors, in the order of the file
         place = ":".join(str(part) for part in (file, line, column) if part)
         super().__init__(": ".join(part for part in (place, key, text) if part))
 
 
 class PolicyError(UsageError):
-    """A policy or its options: unknown name, broken plugin, value out of range."""
+    """A policy or its options: unknown name, broken plug-in, value out of range."""
 
 
 class UnsupportedError(UsageError):
-    """A combination that is not built. Refused by name, before anything starts."""
+    """A combination that is not supported. Refused before anything starts."""
 
 
 class DataError(UsageError):
@@ -96,20 +96,20 @@ class DataError(UsageError):
 
 
 class AbsentDataError(DataError):
-    """A model or dataset that is not on this machine; another one may have it."""
+    """A model or dataset that is missing on this machine; another machine may have it."""
 
 
 class ChangedError(UsageError):
     """The recipe, code or data of a run differ from those of its checkpoint."""
 
     def __init__(self, run_id: str, where: str, changes: Sequence[tuple[str, str, str]], *, text: str = "") -> None:
-        """Name what changed.
+        """Store what changed.
 
         Args:
-            run_id: Id of the run, for the command that goes on with it.
-            where: Name of what it is compared with, such as ``the checkpoint of step 8``.
-            changes: (field, its value then, its value now) of each change.
-            text: The whole text, in place of one that proposes to resume with the changes.
+            run_id: Id of the run, for the command that continues it.
+            where: Name of what the run is compared with, such as ``the checkpoint of step 8``.
+            changes: (field, earlier value, current value) of each change.
+            text: The whole text, instead of one that proposes to resume with the changes.
         """
         self.changes: list[tuple[str, ...]] = [tuple(change) for change in changes]
         if text:
@@ -133,13 +133,13 @@ class RunBusyError(SparseBPError):
 
 
 class UnreachableError(SparseBPError):
-    """A target cannot be reached. Its runs go on; their states are unknown until the target answers again."""
+    """A target cannot be reached. Its runs continue; their states are unknown until the target answers again."""
 
     exit_code = 101
 
 
 class RunFailedError(SparseBPError):
-    """The run stopped by an error."""
+    """An error stopped the run."""
 
     exit_code = 100
 
@@ -151,7 +151,7 @@ class DivergedError(RunFailedError):
 
 
 class CheckpointError(RunFailedError):
-    """No checkpoint is good, or one cannot be written."""
+    """No checkpoint is valid, or one cannot be written."""
 
 
 class TrackingError(SparseBPError):
@@ -159,13 +159,13 @@ class TrackingError(SparseBPError):
 
 
 def first_line(error: BaseException | str) -> str:
-    """Return the first line of an error's text that is not empty, which foreign ones often begin with.
+    """Return the first non-empty line of an error's text, since texts of libraries may begin with empty lines.
 
     Args:
         error: An error of any library, or its text.
 
     Returns:
-        Its text, or the name of its class if there is none.
+        The line, or the name of the error's class if there is none.
     """
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__ if isinstance(error, BaseException) else "")
@@ -176,22 +176,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     Args:
         name: A name as the user wrote it, with its mistake.
-        known: Every name that would have been accepted.
+        known: Every allowed name.
 
     Returns:
-        A text to be appended to an error line.
+        A text to append to an error line.
     """
     near = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-# What `did_you_mean` writes. Its text goes through the errors of pydantic and of other processes, which carry nothing
-# but text, so the name is read from there.
+# The pattern of a `did_you_mean` text. Errors of pydantic and other processes carry only text, so the name is parsed.
 _NEAREST = re.compile(r"; did you mean (?P<name>[^?]+)\?")
 
 
 def find_nearest(text: str) -> str | None:
-    """Return the name that an error's text proposes in place of a wrong one.
+    """Return the name that an error's text proposes instead of a wrong one.
 
     Args:
         text: An error's text.
@@ -203,35 +202,50 @@ def find_nearest(text: str) -> str | None:
     return found["name"] if found else None
 
 
-# What the system refuses, in words, and the way out.
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of any library says that memory is exhausted.
+
+    Args:
+        error: An error of Python, torch, pyarrow, safetensors or the system.
+
+    Returns:
+        Whether it does. Torch's errors are recognised by class name and text; this module imports no torch.
+    """
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    return type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+
+
+# For each error of the system: what it refused, and what to do.
 _SYSTEM = {
     errno.ENOSPC: "the disk is full: make room (`sparsebp prune` deletes checkpoints of finished runs), then repeat",
     errno.EDQUOT: "your quota is used up: make room, as `sparsebp prune` does, then repeat",
-    errno.EROFS: "it is on a file system that can only be read: set SPARSEBP_HOME to a folder that can be written",
+    errno.EROFS: "it is on a read-only file system: set SPARSEBP_HOME to a folder that can be written",
     errno.EACCES: "you may not write or read there: set SPARSEBP_HOME, or the path, to a folder of yours",
     errno.EPERM: "you may not do this there: set SPARSEBP_HOME, or the path, to a folder of yours",
     errno.EFBIG: "the file would be larger than this shell allows: raise `ulimit -f`",
-    errno.EIO: "the disk reports a fault: look at the system's log before you trust what is on it",
+    errno.EIO: "the disk reports a fault: check the system's log before you trust its files",
+    errno.ENOMEM: "no memory is left on this machine or under its limit: end other programs, or raise `ulimit -v`",
     errno.EMFILE: "too many files are open: raise `ulimit -n`",
     errno.ENFILE: "too many files are open on this machine",
     errno.ENOSYS: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
     errno.ENOLCK: "the file system has no locks: set SPARSEBP_HOME to a local disk",
     errno.EOPNOTSUPP: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
-    errno.ESTALE: "the file server has lost this file: mount it again, then repeat it",
+    errno.ESTALE: "the file server has lost this file: mount it again, then repeat",
     errno.EXDEV: "it lies on two file systems: keep the folder of runs, not its parts, on one",
     errno.ENAMETOOLONG: "the name is too long for a file",
-    errno.EISDIR: "is a folder, where a file is expected",
+    errno.EISDIR: "is a folder, but a file is expected",
     errno.ELOOP: "the link leads back to itself: remove it",
     errno.EBUSY: "it is in use, such as a mount point: unmount it first",
 }
 
 
 def explain_system_error(error: OSError) -> str:
-    """Return what the system refused and the way out, in one sentence; empty for an error without a known one."""
-    if isinstance(error, UnsupportedOperation):  # names the file, and that it is a pipe, a device or a folder
+    """Return in one sentence what the system refused and what to do; empty for an error without known advice."""
+    if isinstance(error, UnsupportedOperation):  # its text names the file
         return str(error)
     text = _SYSTEM.get(error.errno or 0, "")
     place = str(error.filename or "")
     folder, _, name = place.rpartition("/")
-    shown = folder if name.startswith(".part-") else place  # the user has never heard of a part
+    shown = folder if name.startswith(".part-") else place  # users do not know temporary names
     return f"{shown}: {text}" if text and shown else text

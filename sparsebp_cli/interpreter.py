@@ -1,12 +1,12 @@
-"""Child interpreters: Python processes that run the package's own modules, and nothing of the working folder.
+"""Start child interpreters: Python processes that run the package's own modules, and nothing from the working folder.
 
-``python -m`` and ``python -c`` search the working folder first, so a ``pip.py`` or ``torch.py`` in an unpacked folder
-would run with the rights of the user. ``-P`` prevents that, and the environment has no entry of PYTHONPATH that depends
-on the working folder. Every child starts through this module; a test holds the package to it.
+``python -m`` and ``python -c`` search the working folder first. So a ``pip.py`` or ``torch.py`` in an unpacked folder
+would run with the user's rights. ``-P`` prevents this, and the environment has no PYTHONPATH entry that depends on the
+working folder. Every child starts through this module; a test checks this.
 
-A variable that a library reads is an argument that nobody wrote down: ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4, which
-``accelerate launch`` leaves in a shell, would divide every gradient by four. So a process that trains or measures gets
-only the variables of the two lists below, and those that its target names in ``env`` or ``setup``.
+Environment variables that libraries read are hidden arguments. For example, ``accelerate launch`` leaves
+ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 in a shell, which would divide every gradient by four. So a process that trains
+or measures gets only the variables in the two lists below, and those that its target names in ``env`` or ``setup``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 PYTHON: str = sys.executable
 
-# Where things are, and who asks: users, places, proxies, certificates, caches, tokens, devices. Journals have the names
-# alone, since journals are shared.
+# Places and identities: users, paths, proxies, certificates, caches, tokens, devices. Event logs record only the names,
+# because logs are shared.
 PLACES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP"),
     *("XDG_*", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHON*", "LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX"),
@@ -39,7 +39,7 @@ PLACES = (
     *("CUDA_HOME", "CUDA_PATH", "CUDA_CACHE_PATH", "*_VISIBLE_DEVICES", "CUDA_MPS_*", "NVIDIA_DRIVER_CAPABILITIES"),
     *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "SPARSEBP_*"),
 )
-# What may change a number or a time. Journals have the values, and `compare` says where they differ.
+# Variables that may change a number or a time. Event logs record the values, and `compare` reports differences.
 NUMBERS = (
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "RAYON_NUM_THREADS"),
     *("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF"),
@@ -49,29 +49,29 @@ _EXPORT = re.compile(r"\bexport\s+([A-Za-z_]\w*)")
 
 
 def command(*words: str) -> list[str]:
-    """Return the words that start this interpreter with arguments, such as ``-m MODULE``."""
+    """Return the command line that starts this interpreter with arguments, such as ``-m MODULE``."""
     return [PYTHON, "-P", *words]
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment, without the entries of PYTHONPATH that mean the working folder or one below
-    it by a relative path (an empty entry does, too), and with the variables in ``more``."""
+    """Return this process's environment with the variables in ``more``. PYTHONPATH keeps only absolute entries:
+    relative and empty ones depend on the working folder."""
     found = {**os.environ, **(more or {})}
     kept = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if Path(entry).is_absolute()]
-    found["PYTHONSAFEPATH"] = "1"  # -P for the children that this child starts, such as inductor's and MLflow's
+    found["PYTHONSAFEPATH"] = "1"  # -P for the child's own children, such as inductor's and MLflow's
     return found | ({"PYTHONPATH": os.pathsep.join(kept)} if kept else {})
 
 
 def worker_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a process that trains or measures: the declared variables of this process's own, and
-    those in ``more``."""
+    """Return the environment of a process that trains or measures: this process's declared variables, and those in
+    ``more``."""
     given = more or {}
     return {name: value for name, value in environment(given).items() if name in given or is_declared(name)}
 
 
 def keep_declared(env: Mapping[str, str], secrets: Iterable[str] = (), setup: Iterable[str] = ()) -> None:
-    """Remove every variable of this process that is not declared: a worker on a cluster is not started by this module.
-    The arguments are what its target names: values, names, and lines of a shell, which may export variables."""
+    """Remove all undeclared variables from this process: on a cluster, this module does not start the worker. The
+    arguments are what the target declares: values, names, and shell lines, whose exports are kept."""
     named = {*env, *secrets, *(name for line in setup for name in _EXPORT.findall(line))}
     for name in [name for name in os.environ if name not in named and not is_declared(name)]:
         del os.environ[name]
@@ -80,12 +80,12 @@ def keep_declared(env: Mapping[str, str], secrets: Iterable[str] = (), setup: It
 
 
 def is_declared(name: str, patterns: Iterable[str] = (*PLACES, *NUMBERS)) -> bool:
-    """Return whether a worker gets a variable of its shell."""
+    """Return whether a worker gets this environment variable."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def describe_variables() -> dict[str, object]:
-    """Return the values of this process's variables that may change numbers, and the names of the others."""
+    """Return the values of this process's variables that may change numbers, and names of other declared ones."""
     places = sorted(name for name in os.environ if is_declared(name, PLACES))
     numbers = {name: os.environ[name] for name in sorted(os.environ) if name not in places and is_declared(name)}
     return {"variables": numbers, "other_variables": " ".join(places)}

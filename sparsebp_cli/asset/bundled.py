@@ -1,7 +1,7 @@
 """The model and the datasets in the package: ``austen-llama``, ``austen``, ``cmudict`` and ``python-docs``.
 
 ``austen-llama`` is a llama of 3.7 million parameters, pretrained on five of Jane Austen's novels. Its folder also holds
-model card, training log and sha256 of the inputs. ``python -m sparsebp_tools.asset.pretrain`` made it.
+model card, training log and sha256 of the inputs. ``benchmarks/pretrain.py`` made it.
 
 Source of ``austen``: the texts of the R package janeaustenr (Julia Silge), which come from Project Gutenberg. Both
 novels were published in 1817 and are in the public domain. *Northanger Abbey* is the split ``train``. *Persuasion* is
@@ -51,8 +51,7 @@ def austen_llama() -> Path:
 
 
 def chapters(text: str) -> list[str]:
-    """Split a novel before each heading, into pieces without surrounding blanks; text before the first heading is the
-    first piece."""
+    """Split a novel before each heading, and strip each piece. Text before the first heading is the first piece."""
     return [piece.strip() for piece in _HEADING.split(text) if piece.strip()]
 
 
@@ -65,8 +64,8 @@ def load_austen() -> dict[str, list[dict[str, str]]]:
 
 
 def load_cmudict() -> dict[str, list[dict[str, str]]]:
-    """Return the splits ``train`` and ``test``, divided by word, in the order of the words, with rows such as
-    ``{"prompt": "a u s t e n:", "completion": " AO1 S T AH0 N"}``."""
+    """Return the splits ``train`` and ``test``, divided by word and sorted by word, with rows such as ``{"prompt": "a u
+    s t e n:", "completion": " AO1 S T AH0 N"}``."""
     splits: dict[str, list[dict[str, str]]] = {"train": [], "test": []}
     for line in (DATA / "cmudict" / "cmudict-30k.dict").read_text(encoding="utf-8").splitlines():
         word, *phonemes = line.partition(" #")[0].split()
@@ -76,7 +75,7 @@ def load_cmudict() -> dict[str, list[dict[str, str]]]:
 
 
 def load_python_docs() -> dict[str, list[dict[str, str]]]:
-    """Return the splits ``train`` and ``test`` by topic, in the order of the topics' names; the column is ``text``."""
+    """Return the splits ``train`` and ``test``, divided by topic and sorted by its name. The column is ``text``."""
     from pydoc_data.topics import topics
 
     splits: dict[str, list[dict[str, str]]] = {"train": [], "test": []}

@@ -1,4 +1,4 @@
-"""Full activation checkpointing of a transformers model, with all supported versions of transformers."""
+"""Full activation checkpointing of a transformers model, for all supported versions of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def checkpoint_activations(model: object, *, use_reentrant: bool = False) -> None:
-    """Let a model of transformers, or one inside peft, keep only the inputs of its layers and recompute the rest in the
+    """Make a transformers model, alone or inside peft, keep only the inputs of its layers and recompute the rest in
     backward. ``use_reentrant`` selects the older of PyTorch's two implementations."""
     # transformers 5.18 renamed this method, and the old name warns.
     _find_method(model, "activation_checkpointing_enable", "gradient_checkpointing_enable")(
@@ -15,11 +15,7 @@ def checkpoint_activations(model: object, *, use_reentrant: bool = False) -> Non
 
 
 def keep_activations(model: object) -> None:
-    """Undo :func:`checkpoint_activations`.
-
-    Args:
-        model: A model that was given to it; inputs of its layers are kept again, and all else that the backward needs.
-    """
+    """Undo :func:`checkpoint_activations`: the model keeps the activations that the backward needs."""
     _find_method(model, "activation_checkpointing_disable", "gradient_checkpointing_disable")()
 
 

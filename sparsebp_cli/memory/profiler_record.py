@@ -1,16 +1,16 @@
-"""The allocator's record of a block of code, from PyTorch's profiler, with notes inserted.
+"""Record the allocator during a block of code with PyTorch's profiler, with inserted notes.
 
 The profiler only observes: it changes no operator, so a recorded step computes the same bits in the same memory. A
-``TorchDispatchMode`` does not: under one, autograd sums gradients of a tensor with several uses out of place, and
-allocations inside of operators are invisible. Notes are profiler ranges with special names, in the same sequence.
+``TorchDispatchMode`` would not. Under one, autograd sums gradients of a tensor with several uses out of place, and
+allocations inside operators are invisible. Notes are profiler ranges with special names, in the same event sequence.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from sparsebp_cli.run.memory import PARTS, MemoryCurve, MemoryPoint, MemorySplit
 
 @dataclass(frozen=True)
 class Allocation:
-    """The allocation or release of a block."""
+    """An allocation or release of a memory block."""
 
     time: int  # nanoseconds
     address: int
@@ -31,8 +31,8 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Note:
-    """The purpose of a block. A block without an allocation in the record existed before the step."""
+class ProfilerNote:
+    """A note of a block's purpose. A block without a recorded allocation existed before the step."""
 
     time: int  # nanoseconds
     address: int
@@ -42,13 +42,13 @@ class Note:
 
 @dataclass(frozen=True)
 class PhaseStart:
-    """The beginning of a phase."""
+    """The start of a phase."""
 
     time: int  # nanoseconds
     phase: Phase
 
 
-Event = Allocation | Note | PhaseStart
+Event = Allocation | ProfilerNote | PhaseStart
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Block:
 
 
 class MemoryLedger:
-    """All blocks of a step that begins at ``start``, in nanoseconds."""
+    """All blocks of a step that begins at ``start`` (nanoseconds)."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -69,7 +69,7 @@ class MemoryLedger:
         self._phase_starts: list[PhaseStart] = []
 
     def read(self, events: Iterable[Event]) -> None:
-        """Read events in the order of time."""
+        """Read events in time order."""
         for event in events:
             match event:
                 case PhaseStart():
@@ -80,9 +80,9 @@ class MemoryLedger:
                     # Releases of blocks from before the step are not always recorded.
                     self._end(event.address, event.time)
                     self._begin(event.address, _Block(event.num_bytes, event.time))
-                case Note(part="gone"):
+                case ProfilerNote(part="gone"):
                     self._end(event.address, event.time)
-                case Note():
+                case ProfilerNote():
                     self._note(event)
 
     def curve(self) -> MemoryCurve:
@@ -98,7 +98,7 @@ class MemoryLedger:
                 phase = starts.pop().phase
             live[part] += num_bytes
             point = MemoryPoint((time - self._start) / 1e9, phase, MemorySplit(**live))
-            if time == self._start:  # blocks from before the step make one point
+            if time == self._start:  # merge all blocks from before the step into one point
                 points.clear()
             points.append(point)
         return MemoryCurve(tuple(points))
@@ -112,23 +112,23 @@ class MemoryLedger:
         if block is not None:
             block.died = time
 
-    def _note(self, note: Note) -> None:
+    def _note(self, note: ProfilerNote) -> None:
         assert note.part != "gone"
         block = self._live.get(note.address)
         if block is None:
             block = _Block(note.num_bytes, self._start, note.part)
             self._begin(note.address, block)
-        elif PARTS.index(note.part) < PARTS.index(block.part):  # a weight saved for the backward stays a weight
+        elif PARTS.index(note.part) < PARTS.index(block.part):  # a weight saved for backward stays a weight
             block.part = note.part
 
 
 _MARK = "sparsebp::memory::"
-_NODE = "autograd::engine::evaluate_function"  # names that PyTorch gives its events; covered by tests
+_NODE = "autograd::engine::evaluate_function"  # PyTorch's names of its events; tests check them
 _UPDATE = "Optimizer.step#"
 
 
 class MemoryRecord:
-    """Records the allocator of a device, ``cpu`` or ``cuda`` with its number. A context manager."""
+    """A context manager that records the allocator of a device: ``cpu``, or ``cuda`` with its number."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -136,39 +136,38 @@ class MemoryRecord:
         self._profile: profile | None = None
 
     def __enter__(self) -> MemoryRecord:
-        """Start; raises :class:`UsageError` if a profiler is running already."""
+        """Start recording. Raise :class:`UsageError` if a profiler is already running."""
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public query
-            raise UsageError("memory cannot be traced while a profiler of PyTorch runs: take one of them at a time")
+            raise UsageError("memory cannot be traced while a profiler of PyTorch runs: use one at a time")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise kineto logs its start and end to stderr
-        # acc_events: without it a profile warns, in PyTorch 2.11 from the second one on, that events are cleared.
+        # acc_events: without it PyTorch 2.11 warns, from the second profile on, that events are cleared.
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._profile.__enter__()
         _mark("start")
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop."""
         assert self._profile is not None
         self._profile.__exit__(*error)
 
     def note(self, tensor: Tensor, part: Part) -> None:
-        """Record the purpose of a tensor's storage, for the whole of its life."""
+        """Record the purpose of a tensor's storage, for its whole lifetime."""
         for plain in plain_tensors(tensor):
             if plain.device == self._device:
                 storage = plain.untyped_storage()
                 self.note_block(self.find_address(storage), storage.nbytes(), part)
 
     def note_block(self, address: int, num_bytes: int, part: Part | Literal["gone"]) -> None:
-        """Record the purpose of a block; ``gone`` when it was released. Address 0, of an empty storage, is ignored."""
+        """Record a block's purpose, or ``gone`` when it is released. Address 0, an empty storage, is ignored."""
         if address and num_bytes:
             _mark(f"{part}::{address}::{num_bytes}")
 
     def find_address(self, storage: torch.UntypedStorage) -> int:
-        """Return the address of a storage; 0 of an empty one."""
+        """Return the address of a storage; 0 if it is empty."""
         return storage.data_ptr()
 
     def begin(self, phase: Phase) -> None:
-        """Record the beginning of a phase; without any, phases are inferred from events."""
+        """Record the start of a phase. Without any such record, phases are inferred from events."""
         self._has_phase_marks = True
         _mark(f"turn::{phase}")
 
@@ -191,29 +190,15 @@ def _mark(name: str) -> None:
         pass
 
 
-class _Tag(Protocol):
-    name: str
-
-
-class _Event(Protocol):
-    """A node of the profiler's tree, whose class is not public."""
-
-    start_time_ns: int
-    name: str
-    tag: _Tag
-    extra_fields: Any  # one class a tag
-    children: Sequence[_Event]
-
-
 @dataclass
 class _Reader:
-    """Converts the profiler's event tree."""
+    """Converts the profiler's event tree, whose class is not public."""
 
     device: torch.device
-    has_phase_marks: bool  # phases were recorded; else they are inferred
+    has_phase_marks: bool  # whether phases were recorded; otherwise they are inferred
 
     def read(self, results: Any) -> list[Event | int]:
-        """Return the events by time; an integer is the time at which the record begins."""
+        """Return the events by time. An integer is the time at which the record begins."""
         rows = sorted(self._rows(results), key=lambda row: row[0].start_time_ns)
         events: list[Event | int] = []
         phase: Phase = "forward"
@@ -228,9 +213,9 @@ class _Reader:
                 events.append(PhaseStart(event.start_time_ns, phase))
         return events
 
-    def _rows(self, results: Any) -> Iterator[tuple[_Event, bool]]:
+    def _rows(self, results: Any) -> Iterator[tuple[Any, bool]]:
         """Yield every relevant event, and whether it is inside a backward node or an optimizer step."""
-        todo: list[tuple[_Event, bool]] = [(event, False) for event in reversed(results.experimental_event_tree())]
+        todo: list[tuple[Any, bool]] = [(event, False) for event in reversed(results.experimental_event_tree())]
         while todo:
             event, in_node = todo.pop()
             if not self.has_phase_marks or event.tag.name == "Allocation" or event.name.startswith(_MARK):
@@ -238,14 +223,15 @@ class _Reader:
             inside = in_node or event.name.startswith((_NODE, _UPDATE))
             todo += [(child, inside) for child in reversed(event.children)]
 
-    def _allocation(self, event: _Event) -> list[Event | int]:
+    def _allocation(self, event: Any) -> list[Event | int]:
         fields = event.extra_fields
         same = fields.device.type == self.device.type and self.device.index in (None, fields.device.index)
         return [Allocation(event.start_time_ns, fields.ptr, fields.alloc_size)] if same and fields.ptr else []
 
 
-def _phase_of(event: _Event, *, in_node: bool) -> Phase | None:
-    """A backward lasts until an operator runs that autograd records, or the optimizer's step begins."""
+def _phase_of(event: Any, *, in_node: bool) -> Phase | None:
+    """Return the phase that an event starts, if any. A backward phase lasts until an operator that autograd records, or
+    the optimizer's step."""
     if event.name.startswith(_UPDATE):
         return "update"
     if in_node or event.tag.name != "TorchOp":
@@ -266,4 +252,4 @@ def _parse(time: int, text: str) -> Event | int:
     if kind == "turn":
         return PhaseStart(time, _PHASES[rest[0]])
     address, num_bytes = rest
-    return Note(time, int(address), int(num_bytes), _NOTES[kind])
+    return ProfilerNote(time, int(address), int(num_bytes), _NOTES[kind])

@@ -1,4 +1,4 @@
-"""Finds tensors with a storage of their own inside wrapper tensors, containers and optimizer state."""
+"""Find tensors with their own storage inside wrapper tensors, containers and optimizer state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEPTH = 6  # levels of nested objects; optimizer states have two
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold a tensor's data: itself, the parts of a wrapper (float8, sharded), or of a sparse
+    """Yield the tensors that hold a tensor's data: itself, or the parts of a wrapper (float8, sharded) or sparse
     tensor."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -21,7 +21,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_tensors(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
         yield tensor._indices()  # noqa: SLF001 - indices() refuses tensors that are not coalesced
-        yield tensor._values()  # noqa: SLF001 - the same
+        yield tensor._values()  # noqa: SLF001 - as above
     elif tensor.layout in _BY_ROWS:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in _BY_COLUMNS:

@@ -1,4 +1,4 @@
-"""PUBLIC. Traces the memory of one training step over time, split by purpose; for any model and loop.
+"""PUBLIC. Traces the memory of one training step over time, split by purpose, for any model and loop.
 
     with sbp.memory_trace(model, optimizer) as trace:
         loss = model(**batch).loss
@@ -7,8 +7,8 @@
         optimizer.zero_grad()
     trace.peak.split.activations, trace.curve.points, trace.save("memory.png")
 
-Every byte from PyTorch's allocator is counted, also inside of operators. Memory that libraries allocate themselves
-(packed matrices, thread buffers) is not. Tensors from before the step count if they are weights, gradients or optimizer
+Every byte from PyTorch's allocator is counted, also inside operators. Memory that libraries allocate themselves (packed
+matrices, thread buffers) is not counted. Tensors from before the step count if they are weights, gradients or optimizer
 state, if the forward saves them, or if ``also`` contains them.
 """
 
@@ -29,7 +29,7 @@ from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint, Phase
 
 
 class MemoryTrace:
-    """The trace of one step, created by :func:`memory_trace`; a context manager around the step, used once."""
+    """The trace of one step, created by :func:`memory_trace`. Use it once, as a context manager around the step."""
 
     def __init__(self, model: nn.Module, optimizer: object, also: object, device: torch.device) -> None:
         self._record = MemoryRecord(device)
@@ -61,7 +61,7 @@ class MemoryTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the trace; after an error the curve ends there."""
+        """Stop the trace. After an error the curve ends there."""
         self._is_open = False
         self._stack.__exit__(kind, error, trace)
         if self._device.type == "cuda":
@@ -70,7 +70,7 @@ class MemoryTrace:
         self._curve = self._record.take_curve()
 
     def begin(self, phase: Phase) -> None:
-        """Mark the beginning of a phase. Without marks, phases are inferred from backward nodes and ``Optimizer.step``.
+        """Mark the start of a phase. Without marks, phases are inferred from backward nodes and ``Optimizer.step``.
 
         Args:
             phase: ``forward``, ``backward`` or ``update``.
@@ -81,7 +81,7 @@ class MemoryTrace:
         if phase not in PHASES:
             raise UsageError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
         if not self._is_open:
-            raise UsageError("begin() must be called inside of the trace's block")
+            raise UsageError("call begin() inside the trace's block")
         self._record.begin(phase)
 
     @property
@@ -92,7 +92,7 @@ class MemoryTrace:
             UsageError: The block has not ended.
         """
         if self._curve is None:
-            raise UsageError("the trace has no results yet: read them after its block")
+            raise UsageError("the trace has no results yet: read them after the block")
         return self._curve
 
     @property
@@ -102,7 +102,7 @@ class MemoryTrace:
 
     @property
     def allocator_peak_bytes(self) -> int | None:
-        """The peak that CUDA's allocator reports for the step, to compare the split with; None on a CPU.
+        """The peak that CUDA's allocator reports for the step, for comparison with the split; None on a CPU.
 
         It includes earlier tensors that belong to no part.
         """
@@ -118,7 +118,7 @@ class MemoryTrace:
             The path.
 
         Raises:
-            UsageError: The ending is another one, the folder does not exist, or the block has not ended.
+            UsageError: The suffix is not one of these, the folder does not exist, or the block has not ended.
         """
         from sparsebp_cli.run.picture import save_curves
 
@@ -132,17 +132,17 @@ def memory_trace(
 
     Args:
         model: Its parameters and buffers are the weights.
-        optimizer: Its state is reported; None: there is none, or it counts as workspace.
-        also: Other tensors from before the step, or containers and objects with tensors, that shall count as workspace:
-            a teacher's weights, an average of the weights.
-        device: The device to trace; None: that of the model's first parameter.
+        optimizer: The optimizer whose state is reported; None if there is none, or its state counts as workspace.
+        also: Other tensors from before the step, or containers and objects with tensors, to count as workspace: a
+            teacher's weights, an average of the weights.
+        device: The device to trace; None for that of the model's first parameter.
 
     Returns:
         A context manager for the step.
 
     Raises:
-        UsageError: ``model`` is no module, or there is no such device.
-        UnsupportedError: The device is neither a CPU nor CUDA, or the optimizer is no torch optimizer.
+        UsageError: ``model`` is not a module, or the device does not exist.
+        UnsupportedError: The device is neither a CPU nor CUDA, or the optimizer is not a torch optimizer.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")

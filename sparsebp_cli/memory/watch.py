@@ -1,4 +1,4 @@
-"""Notes the purpose of storages in the allocator's record while a step runs, without changing the step."""
+"""Note the purpose of storages in the allocator's record while a step runs, without changing the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparsebp_cli.run.memory import Part
 
 
 class Record(Protocol):
-    """What the purposes of storages are noted in."""
+    """A record of the purposes of storages."""
 
     def note(self, tensor: Tensor, part: Part) -> None:
         """Record the purpose of a tensor's storage."""
@@ -28,14 +28,14 @@ class Record(Protocol):
         """Record the purpose of a block, or its release."""
 
     def find_address(self, storage: torch.UntypedStorage) -> int:
-        """Return the address of a storage; 0 of one that holds nothing."""
+        """Return the address of a storage; 0 if it is empty."""
 
 
 class MemoryWatch:
-    """Notes weights, gradients, optimizer state and saved activations. A context manager, inside that of the record.
+    """Notes weights, gradients, optimizer state and saved activations. Enter this context manager inside the record's.
 
-    ``also`` has tensors from before the step that count as workspace. Raises :class:`UnsupportedError` if ``optimizer``
-    is no torch optimizer.
+    ``also`` holds tensors from before the step that count as workspace. Raise :class:`UnsupportedError` if
+    ``optimizer`` is not a torch optimizer.
     """
 
     def __init__(self, record: Record, model: nn.Module, optimizer: object, also: object = None) -> None:
@@ -95,7 +95,7 @@ class MemoryWatch:
                 self._watch(plain.untyped_storage())
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        """Note the release of a storage: a CPU's allocator does not record it for blocks from before the record."""
+        """Note the release of a storage: the CPU allocator records no releases of blocks from before the record."""
         address, num_bytes = self._record.find_address(storage), storage.nbytes()
         known = self._watched.get(address)
         if not address or (known is not None and known() is storage):
@@ -115,8 +115,8 @@ def _detached(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _packs_noted(note: Callable[[object], None]) -> Iterator[None]:
-    """Note the tensors that hooks really store: of several nested saved-tensor hooks, PyTorch calls only the innermost.
-    So the hooks of activation checkpointing would hide what they store, and what its second forward stores."""
+    """Note the tensors that hooks actually store. Of nested saved-tensor hooks, PyTorch calls only the innermost. So
+    activation checkpointing's hooks would otherwise hide what they store, and what its recomputed forward stores."""
     # See decision 19.
     original = saved_tensors_hooks.__enter__
 
@@ -124,7 +124,7 @@ def _packs_noted(note: Callable[[object], None]) -> Iterator[None]:
         def pack(tensor: Tensor) -> object:
             try:
                 packed = self.pack_hook(tensor)
-            except BaseException:  # checkpointing ends its second forward so, with this tensor stored
+            except BaseException:  # checkpointing ends its second forward with an exception, after storing this tensor
                 note(tensor)
                 raise
             if isinstance(packed, Tensor | tuple | list):
@@ -141,7 +141,7 @@ def _packs_noted(note: Callable[[object], None]) -> Iterator[None]:
 
 
 def _hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Register a hook before others: an eager update's own hook frees the gradient."""
+    """Register a hook before all others, because an eager update's hook frees the gradient."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     hooks: dict[int, object] = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - hooks cannot be ordered otherwise
     others = {key: value for key, value in hooks.items() if key != handle.id}

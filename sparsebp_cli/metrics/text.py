@@ -1,4 +1,4 @@
-"""Metrics of generated texts that ship. Libraries compute all but the two matches, with their default settings."""
+"""Compute the shipped metrics of generated texts. Libraries compute all but the two matches, with default settings."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from sparsebp_cli.errors import DataError
 Batch = Mapping[str, Sequence[object]]
 
 NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-# GSM8K writes its answers behind this (Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021,
-# arXiv:2110.14168; grade_school_math/dataset.py takes the first number behind it and strips its commas).
+# The mark before an answer in GSM8K (Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021,
+# arXiv:2110.14168). Its grade_school_math/dataset.py takes the first number after the mark and strips its commas.
 MARK = "####"
 ANSWER = re.compile(r"answer", re.IGNORECASE)
 
 
 def count_exact_matches(predictions: Sequence[str], references: Sequence[str], _: Batch) -> dict[str, float]:
-    """Return the share of predictions that equal their reference, apart from white space around either."""
+    """Return the fraction of predictions that equal their reference, ignoring white space at both ends."""
     pairs = zip(predictions, references, strict=True)
     return {"exact_match": statistics.fmean(one.strip() == other.strip() for one, other in pairs)}
 
 
 def count_numeric_matches(predictions: Sequence[str], references: Sequence[str], _: Batch) -> dict[str, float]:
-    """Return the share of predictions whose answer is the same number as their reference's: 1,200 is 1200.0."""
+    """Return the fraction of predictions whose answer is the same number as the reference's; 1,200 equals 1200.0. Raise
+    DataError if a reference has no number."""
     right = []
     for place, (prediction, reference) in enumerate(zip(predictions, references, strict=True)):
         wanted = find_answer(reference)
@@ -36,9 +37,9 @@ def count_numeric_matches(predictions: Sequence[str], references: Sequence[str],
 
 
 def find_answer(text: str) -> Decimal | None:
-    """Return the number of an answer: the first behind ``####``; without that mark the last behind the last *answer*
-    in its line; else the last of the text. None without one. We differ from GSM8K's own rule only where its mark is
-    missing, which it counts as no answer."""
+    """Return the number in an answer; None if there is none. After ``####``, take the first number. Without this mark,
+    take the last number after the last *answer* in its line, else the last number of the text. GSM8K's own rule counts
+    a text without the mark as no answer; otherwise it is the same."""
     *_, rest = text.rpartition(MARK)
     if rest != text:
         found = NUMBER.findall(rest)[:1]
@@ -55,16 +56,15 @@ def find_answer(text: str) -> Decimal | None:
 
 
 def measure_bleu(predictions: Sequence[str], references: Sequence[str], _: Batch) -> dict[str, float]:
-    """Return BLEU of the whole corpus by sacrebleu: 0 to 100, its 13a tokens, no smoothing of the corpus's counts
-    beyond its default."""
+    """Return the BLEU of the whole corpus (0 to 100) by sacrebleu, with its 13a tokenizer and default smoothing."""
     from sacrebleu import corpus_bleu
 
     return {"bleu": corpus_bleu(list(predictions), [list(references)]).score}
 
 
 def measure_rouge_l(predictions: Sequence[str], references: Sequence[str], _: Batch) -> dict[str, float]:
-    """Return the mean F-measure of ROUGE-L by rouge-score, without stemming. It knows the letters a to z and digits;
-    other scripts have no tokens there."""
+    """Return the mean ROUGE-L F-measure by rouge-score, without stemming. It knows only the letters a to z and digits,
+    so other scripts have no tokens."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"])
@@ -73,14 +73,15 @@ def measure_rouge_l(predictions: Sequence[str], references: Sequence[str], _: Ba
 
 
 def measure_cer(predictions: Sequence[str], references: Sequence[str], _: Batch) -> dict[str, float]:
-    """Return edits over characters of all references, by jiwer."""
+    """Return the number of edits divided by the number of characters in all references, by jiwer."""
     from jiwer import cer
 
     return {"cer": float(cer(list(references), list(predictions)))}
 
 
 def measure_wer(predictions: Sequence[str], references: Sequence[str], _: Batch) -> dict[str, float]:
-    """Return edits over words of all references, by jiwer: tokens between white space, such as phonemes."""
+    """Return the number of edits divided by the number of words in all references, by jiwer. Words are separated by
+    white space; they may be phonemes."""
     from jiwer import wer
 
     return {"wer": float(wer(list(references), list(predictions)))}

@@ -1,48 +1,32 @@
-"""The contract of metrics of generated texts, and the plugins that offer them."""
+"""Define the contract of metrics of generated texts, and find the plug-ins that offer them."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Literal
 
 from sparsebp_cli.entry_point import entry_points, find_source
 from sparsebp_cli.errors import DataError, UsageError, did_you_mean
 
 GROUP = "sparsebp.metrics"
 FIGURE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
-
-
-class Compute(Protocol):
-    """The function of a metric."""
-
-    def __call__(
-        self, predictions: Sequence[str], references: Sequence[str], batch: Mapping[str, Sequence[object]], /
-    ) -> Mapping[str, float]:
-        """Return every declared number of some generated texts.
-
-        Args:
-            predictions: Texts that the model generated, one for each prompt, without special tokens.
-            references: Texts that the data have there, in the same order.
-            batch: The columns of the rows by name, and under ``prompt`` the prompts as the model read them.
-
-        Returns:
-            A finite number by each declared name.
-        """
+# Returns a finite number for each declared name. The arguments are the generated texts, the texts of the data in the
+# same order, and the columns of the rows by name, with the prompts under `prompt`.
+Compute = Callable[[Sequence[str], Sequence[str], Mapping[str, Sequence[object]]], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a metric gives.
+    """One number of a metric: its better direction and its unit.
 
     Args:
         better: Direction in which the number improves.
-        unit: Unit of the number; empty for a pure one.
-        is_mean: Whether it is the mean of what the function returns for each text alone. Two models are then compared
-            text by text, too.
+        unit: Unit of the number; empty for a pure number.
+        is_mean: Whether it is the mean of the values for single texts. If so, models can also be compared text by text.
     """
 
     better: Literal["lower", "higher"]
@@ -52,13 +36,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class TextMetric:
-    """A metric of generated texts.
+    """A metric of generated texts: a function, and the numbers that it returns.
 
     Args:
         compute: Function that computes all figures of a list of texts at once.
         figures: Figures that the function returns, by name: lower-case letters, digits and underscores. A run logs each
             as ``eval/NAME`` and ``test/NAME``.
-        package: The module that the function needs beyond the package that offers it; None: none.
+        package: Module that the function needs in addition to the package that offers it; None if none.
     """
 
     compute: Compute
@@ -76,9 +60,9 @@ class TextMetric:
 
         Args:
             name: Name of the metric in recipes, for errors.
-            predictions: Generated texts, as for :class:`Compute`.
-            references: Texts of the data, as for :class:`Compute`.
-            batch: Columns of the rows, as for :class:`Compute`.
+            predictions: Generated texts, as for ``compute``.
+            references: Texts of the data, as for ``compute``.
+            batch: Columns of the rows, as for ``compute``.
 
         Returns:
             The numbers by name.
@@ -110,19 +94,19 @@ class TextMetric:
         references: Sequence[str],
         batch: Mapping[str, Sequence[object]],
     ) -> dict[str, list[float]]:
-        """Compute the numbers that are means over texts, for each text alone.
+        """Compute the numbers that are means over texts, for each text separately.
 
         Args:
-            name: What recipes call it, for errors.
-            predictions: As in :class:`Compute`.
-            references: The same.
-            batch: The same.
+            name: Name of the metric in recipes, for errors.
+            predictions: Generated texts, as for ``compute``.
+            references: Texts of the data, as for ``compute``.
+            batch: Columns of the rows, as for ``compute``.
 
         Returns:
-            One value for each text, by the name of the number; empty if none of the numbers is a mean.
+            One value for each text, by the name of the number; empty if no number is a mean.
 
         Raises:
-            DataError: As :meth:`measure`; or a number is declared to be the mean over texts, and is not.
+            DataError: As :meth:`measure`, or a number declared as mean is not the mean over texts.
         """
         means = [key for key, figure in self.figures.items() if figure.is_mean]
         found: dict[str, list[float]] = {key: [] for key in means}
@@ -136,13 +120,13 @@ class TextMetric:
             mean = math.fsum(found[key]) / len(found[key])
             if not math.isclose(mean, whole[key], rel_tol=1e-6, abs_tol=1e-9):
                 raise DataError(
-                    f"metric {name!r} declares {key} to be the mean over texts, but it is {whole[key]:.6g} of all "
-                    f"and {mean:.6g} on average"
+                    f"metric {name!r} declares {key} to be the mean over texts, but all texts give {whole[key]:.6g} "
+                    f"and their mean is {mean:.6g}"
                 )
         return found
 
     def require(self, name: str) -> None:
-        """Raise DataError if the module is not installed that the metric needs, called ``name`` in recipes."""
+        """Raise DataError if the required module is not installed. ``name`` is the metric's name in recipes."""
         if self.package is not None and find_spec(self.package) is None:
             raise DataError(f"metric {name!r} needs {self.package}: pip install 'sparsebp[generation]'")
 
@@ -153,7 +137,7 @@ def list_text_metrics() -> list[str]:
 
 
 def find_text_metric_sources(names: Sequence[str]) -> list[str]:
-    """Return the packages that offer some metrics, with their versions, such as ``sparsebp 0.3.0``."""
+    """Return the packages of the named metrics with their versions, such as ``sparsebp 0.3.0``."""
     entries = entry_points(group=GROUP)
     return [find_source(entry) for name in names for entry in entries.select(name=name)]
 
@@ -162,7 +146,7 @@ def find_text_metric(name: str) -> TextMetric:
     """Return a metric of generated texts by its name.
 
     Args:
-        name: Name of the entry point, by which recipes call it.
+        name: Name of the entry point, as in recipes.
 
     Returns:
         The metric.
@@ -175,7 +159,7 @@ def find_text_metric(name: str) -> TextMetric:
         names = list_text_metrics()
         raise UsageError(f"unknown metric {name!r}, allowed: {', '.join(names)}{did_you_mean(name, names)}")
     if len(found) > 1:
-        raise UsageError(f"metric {name!r} is offered more than once, by {' and '.join(sorted(found))}")
+        raise UsageError(f"metric {name!r} is registered more than once, by {' and '.join(sorted(found))}")
     (entry,) = found.values()
     broken = f"metric {name!r} of {find_source(entry)} is broken"
     try:

@@ -1,7 +1,7 @@
-"""The shell of every HTML page: head, base style, table macro, the check of a page's path, and the renderer.
+"""Provide the shell of every HTML page: head, base style, table macro, the check of a page's path, and the renderer.
 
-Templates are rendered by jinja2 into pages that stand alone: nothing is loaded from elsewhere. A page's template
-extends ``shell.html`` and lies in the package of its room, with the files that it embeds.
+jinja2 renders templates into self-contained pages that load nothing else. A page's template extends ``shell.html`` and
+lies in the package that uses it, with the files that it embeds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def check_path(path: Path) -> None:
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """Render a template of a package. Values are escaped, unless they are ``Markup``; characters that a browser would
-    interpret are shown as escapes, wherever they came from."""
+    """Render a template of a package. Values are escaped unless they are ``Markup``. Characters that a browser would
+    interpret are always shown as escapes."""
     import jinja2
     from markupsafe import Markup
 
@@ -32,6 +32,6 @@ def render(package: str, template: str, **values: object) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    # Style sheets and scripts are embedded as they are: in a template, {{ or {# inside them would be taken for jinja2.
+    # Embed style sheets and scripts literally: inside a template, jinja2 would interpret {{ or {# in them.
     environment.globals["embed"] = lambda name: Markup(loader.get_source(environment, name)[0])
     return make_visible(environment.get_template(template).render(**values)) + "\n"

@@ -1,4 +1,4 @@
-"""What makes two runs the same: recipe, code and data. A run like one that finished need not be repeated."""
+"""Identify equal runs by recipe, code and data, so that a finished run need not be repeated."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from sparsebp_cli.policy.shelf import SHELF
 from sparsebp_cli.recipe.schema import Recipe
 
 PACKAGES = ("sparsebp", "torch", "transformers")
-MOST_BYTES_READ = 64 * 2**20  # of one file; of a larger one, size and time of its last change count
+MOST_BYTES_READ = 64 * 2**20  # of one file; a larger file counts by size and modification time
 
 
 def identify(group: str, seed: int, code: Mapping[str, str], data: Mapping[str, str], generation: int = 0) -> str:
-    """Return a run id that depends on all that decides a result: the recipe by the hash of its group, the seed, the
-    code of :func:`find_code` and the data of :func:`find_data`. ``generation`` tells deliberate repetitions apart."""
+    """Return a run id that depends on everything that decides a result: the recipe (by its group's hash), the seed, the
+    code (:func:`find_code`) and the data (:func:`find_data`). ``generation`` distinguishes deliberate repetitions."""
     content = {"group": group, "seed": seed, "code": code, "data": data}
     return content_hash(content | ({"generation": generation} if generation else {}))
 
 
 def find_data(recipe: Recipe) -> dict[str, str]:
-    """Return the digest of each local file or folder that a resolved recipe names; others belong to an installed
-    package or have a revision of their own."""
+    """Return the digest of each local file or folder that a resolved recipe names. Other names belong to an installed
+    package or have their own revision."""
     named = find_sources(recipe).values()
     return {name: _digest(Path(name)) for name in named if Path(name).is_absolute()}
 
 
 def find_code(recipe: Recipe) -> dict[str, str]:
-    """Return the versions of the packages that decide what a recipe computes, policies' packages included, and our
+    """Return the versions of the packages that decide what a recipe computes, including its policies' packages. Add our
     ``commit`` if we run from a repository."""
     found, code = find_policies(), {}
     for name in PACKAGES:
-        code[name] = find_version(name) or "unknown"  # run from source, not installed
+        code[name] = find_version(name) or "unknown"  # running from source without installation
     for entry in recipe.policies:
         if entry.name in found:
             package, _, number = found[entry.name].source.partition(" ")
-            # Our version says which shelf was released with it, as when its policies were built in: so checkpoints and
-            # run ids of then hold. Only a shelf of another version is a fact of its own.
+            # Our version implies the shelf released with it. Leaving that shelf out keeps older checkpoints and run ids
+            # valid, from when its policies were built in. Only a shelf of another version counts separately.
             if package != SHELF or number != code["sparsebp"]:
                 code.setdefault(package, number)
     if recipe.model.quantization is not None:
@@ -67,6 +67,6 @@ def _digest(path: Path) -> str:
             if file.is_file():
                 large = found.st_size > MOST_BYTES_READ
                 digest.update(str(found.st_mtime_ns).encode() if large else file.read_bytes())
-        except OSError:  # the run itself will say what is wrong with it
+        except OSError:  # the run reports what is wrong with the file
             continue
     return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The plan: the resolved recipe and its provenance. ``plan.json`` is the only input of a worker."""
+"""Define the plan: the resolved recipe and its provenance. ``plan.json`` is the only input of a worker."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsebp_cli import durable
+from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RunNotFoundError, UsageError, first_line
 from sparsebp_cli.plan.provenance import Provenance, find_provenance
@@ -24,10 +25,10 @@ from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded, read_json
 from sparsebp_cli.source import DATASETS, MODELS, find_path
 from sparsebp_cli.source.conversation import read_template
 
-# Runs that differ only in these belong to one group.
+# Runs that differ only in these keys belong to one group.
 OUTSIDE_GROUP = {"name": True, "target": True, "tracking": True, "checkpoint": True, "training": {"seed"}}
 
-# Keys of a later version than stored runs: null leaves the hash of their groups as it was.
+# Keys added after some stored runs: they are left out of the hash when null, so that old groups keep their hash.
 LATER_DATASET_KEYS = ("held_out", "group_column", "text_pair_column")
 LATER_MODEL_KEYS = ("peft", "adapter")
 FIRST_LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules")
@@ -36,7 +37,7 @@ LATER_TRAINING_KEYS = ("num_train_epochs", "early_stopping_patience", "weight_de
 
 
 class Plan(BaseModel):
-    """One run, ready to be executed anywhere."""
+    """The resolved recipe of one run, with everything that a worker needs."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,20 +50,20 @@ class Plan(BaseModel):
 
     @property
     def group(self) -> str:
-        """Content hash of everything that affects the result except the seed: runs of one group are repetitions."""
+        """Content hash of everything that affects the result except the seed. Runs of one group are repetitions."""
         return content_hash(group_content(self.recipe))
 
     def save(self, run_folder: Path) -> Path:
-        """Write ``plan.json`` into the run's existing folder, as a whole and durably, and return its path."""
+        """Write ``plan.json`` atomically and durably into the run's existing folder, and return its path."""
         file = run_folder / "plan.json"
         durable.write_file(file, self.model_dump_json(indent=1))
         return file
 
     @classmethod
     def load(cls, file: Path) -> Plan:
-        """Read a ``plan.json``. Raise RunNotFoundError if there is no such file, or it is not a plan."""
+        """Read a ``plan.json``. Raise RunNotFoundError if the file is missing or not a plan."""
         try:
-            return cls.model_validate_json(rename_in_plan(read_bounded(file, LARGEST_PLAN)))
+            return cls.model_validate_json(rename_in_plan(read_bounded(file, LARGEST_PLAN)), context=STORED)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
@@ -73,7 +74,7 @@ class Plan(BaseModel):
 
 
 def _tell_version(file: Path) -> str:
-    """Name the two versions if another one made the plan: the image of a worker may be older than its client."""
+    """Name both versions if another version made the plan: a worker's image may be older than its client."""
     mine = version("sparsebp")
     try:
         theirs = read_json(file, LARGEST_PLAN)["provenance"]["sparsebp_version"]
@@ -85,7 +86,7 @@ def _tell_version(file: Path) -> str:
 def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
-    content["backward"]["time_forms"] = False  # a key of 0.5, whose default keeps the ids of groups as they were
+    content["backward"]["time_forms"] = False  # a key of 0.5: its default keeps the ids of old groups
     later_keys = {
         "dataset": LATER_DATASET_KEYS,
         "model": LATER_MODEL_KEYS,
@@ -97,7 +98,7 @@ def group_content(recipe: Recipe) -> dict[str, object]:
     if (lora := content["model"]["lora"]) is not None:
         usual = LoraSection().model_dump(mode="json")
         content["model"]["lora"] = {k: v for k, v in lora.items() if k in FIRST_LORA_KEYS or v != usual[k]}
-    if (processes := recipe.target.options.get("processes", 1)) > 1:  # multiplies the examples of each step
+    if (processes := recipe.target.options.get("processes", 1)) > 1:  # processes multiply the examples of each step
         content["target"] = {"processes": processes}
     return content
 
@@ -109,8 +110,8 @@ def content_hash(content: object) -> str:
 
 
 def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
-    """Make the plan of one run, with a new run id. Relative paths of models and data are resolved against the folder of
-    the recipe's file first, then the working folder. Raise UsageError for a recipe whose steps are not known yet."""
+    """Make the plan of one run, with a new run id. Resolve relative paths of models and data against the folder of the
+    recipe's file first, then the working folder. Raise UsageError if the recipe's number of steps is not known yet."""
     if recipe.training.num_train_epochs is not None:
         raise UsageError("training.num_train_epochs: this command needs training.max_steps instead")
     resolved = resolve_paths(recipe, [recipe_file.resolve().parent, Path.cwd()])
@@ -118,8 +119,8 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
 
 
 def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
-    """Return a recipe in which paths of models, data and references are absolute, and which holds the text of its chat
-    template; relative paths are searched in the folders in order."""
+    """Return a recipe with absolute paths of models, data and references, and with the text of its chat template.
+    Relative paths are searched in the folders in order."""
     model, dataset = recipe.model, recipe.dataset
     model = model.model_copy(
         update={
@@ -132,7 +133,7 @@ def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
     dataset = dataset.model_copy(
         update={
             "name": _absolute(dataset.name, folders, DATASETS),
-            # The text itself: a plan is all that crosses to another machine, and what identifies a run.
+            # Store the text itself: only the plan is sent to another machine, and the plan identifies a run.
             "chat_template": None if template is None else read_template(template, folders),
         }
     )
@@ -145,7 +146,7 @@ def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
 
 
 def find_sources(recipe: Recipe) -> dict[str, str]:
-    """Return the names and paths of everything that a recipe reads, by key: model, tokenizer, data, references."""
+    """Return names and paths of all that a recipe reads, by key: model, tokenizer, adapter, data, references."""
     named = {
         "model.name": recipe.model.name,
         "model.tokenizer": recipe.model.tokenizer,

@@ -1,4 +1,4 @@
-"""Code version and uncommitted changes on the machine that made a plan, so that a number can be traced to its code."""
+"""Record a plan's code version and uncommitted changes, so that results can be traced to their code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ UNKNOWN = "unknown"
 
 
 class LedgerMark(BaseModel):
-    """How far a judge's ledger went, so that lines which are removed from its end later are missed."""
+    """The extent of a judge's ledger, so that lines removed from its end later are noticed."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     questions: int
     lines: int
-    digest: str  # of the last line, which covers all lines before
+    digest: str  # of the last line; it covers all earlier lines
 
 
 class Provenance(BaseModel):
@@ -38,26 +38,26 @@ class Provenance(BaseModel):
     git_sha: str = ""  # commit of the working folder; empty outside git
     # digest of the uncommitted changes of all tracked files; empty if there are none, "unknown" if git failed
     git_diff_sha256: str = ""
-    # the changes of imported files, cut at 200,000 characters, if the recipe asks for them; plans of earlier versions
-    # hold those of all tracked files
+    # changes of imported files, at most 200,000 characters, if the recipe asks for them; older plans hold those of all
+    # tracked files
     git_diff: str = ""
-    ledger: LedgerMark | None = None  # of the judge that wanted the run; None: no judge
+    ledger: LedgerMark | None = None  # the ledger of the judge that requested the run; None: no judge
 
     @model_serializer(mode="wrap")
     def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Leave out the ledger where there is none, so that workers of version 0.5 read the plan."""
+        """Leave out an absent ledger, so that workers of version 0.5 can read the plan."""
         content: dict[str, object] = handler(self)
         return content if self.ledger is not None else {k: v for k, v in content.items() if k != "ledger"}
 
     @property
     def dirty(self) -> bool:
-        """Whether there were uncommitted changes, as far as is known."""
+        """Whether uncommitted changes are known to exist."""
         return bool(self.git_diff_sha256 or self.git_diff)
 
 
 def find_provenance(recipe_file: Path, *, code_diff: bool = False) -> Provenance:
-    """Describe the working folder of a recipe, without running anything that is configured there. ``code_diff`` stores
-    the text of changes of files that this process has imported. The git fields are empty outside git."""
+    """Describe the working folder of a recipe, without running anything configured there. With ``code_diff``, store the
+    changes of the files that this process has imported. The git fields are empty outside git."""
     found = Provenance(sparsebp_version=version("sparsebp"), recipe_file=recipe_file.name)
     repository = Repository.find(recipe_file.resolve().parent)
     if repository is None or not (sha := repository.head()):
@@ -70,7 +70,7 @@ def find_provenance(recipe_file: Path, *, code_diff: bool = False) -> Provenance
 
 def _tell_changes(repository: Repository, sha: str) -> Iterator[str]:
     """Yield the changes of each imported file. A file whose changes may contain a credential is only named."""
-    # Copied: reading an attribute of a lazy module may import others.
+    # Copy the modules first: reading an attribute of a lazy module may import others.
     files = {Path(file).resolve() for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     for file in sorted(file for file in files if file.is_relative_to(repository.folder)):
         name = str(file.relative_to(repository.folder))
@@ -105,5 +105,5 @@ _FORMS = [(name, re.compile(form, re.MULTILINE)) for name, form in FORMS.items()
 
 def find_credential(text: str) -> str:
     """Return the kind of credential that a text may contain, such as ``a token of GitHub``; empty if nothing looks like
-    one. In doubt the text counts as one."""
+    a credential. Doubtful texts count as credentials."""
     return next((name for name, form in _FORMS if form.search(text)), "")

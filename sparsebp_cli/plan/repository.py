@@ -1,7 +1,7 @@
-"""A git repository that may be a stranger's. No other module calls git; a test holds the package to it.
+"""Read git repositories that may come from a stranger. No other module calls git; a test checks this.
 
-Git runs programs that a repository's configuration names: monitors, filters, hooks, pagers, differs. So each call gets
-a git folder of our own, which only shares the objects, references and index of the repository, and an environment
+Git runs programs that a repository's configuration names: monitors, filters, hooks, pagers, diff drivers. So each call
+uses a temporary git folder that shares only objects, references and index with the repository, and an environment
 without git's variables.
 """
 
@@ -22,12 +22,13 @@ from sparsebp_cli.run.budget import read_bounded
 
 TIMEOUT_SECONDS = 10.0  # a hostile object or reference may be a pipe
 CHECKOUT_SECONDS = 600.0
-LARGEST_FILE_BYTES = 64 * 1024 * 1024  # of references, packed ones included
+LARGEST_FILE_BYTES = 64 * 1024 * 1024  # of references, including packed ones
 LARGEST_INDEX_BYTES = 256 * 1024 * 1024
 SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 REFERENCE = re.compile(r"refs/[^\x00-\x20~^:?*\[\\\x7f]+")
-CONFIG = "[core]\n\trepositoryformatversion = {}\n\tbare = false\n\tbigFileThreshold = 16m\n"  # larger: by digest only
-SHA256 = "[extensions]\n\tobjectFormat = sha256\n"  # which needs version 1 of the format
+# Git compares files above bigFileThreshold by digest only.
+CONFIG = "[core]\n\trepositoryformatversion = {}\n\tbare = false\n\tbigFileThreshold = 16m\n"
+SHA256 = "[extensions]\n\tobjectFormat = sha256\n"  # needs version 1 of the format
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Repository:
         place = top / ".git"
         if place.is_dir():
             return cls(top, place, place)
-        own = top / _read_text(place).removeprefix("gitdir:").strip()  # of a worktree or submodule
+        own = top / _read_text(place).removeprefix("gitdir:").strip()  # the git folder of a worktree or submodule
         common = _read_text(own / "commondir")
         return cls(top, own, own / common if common else own) if own != top and own.is_dir() else None
 
@@ -69,16 +70,17 @@ class Repository:
         return ""
 
     def diff(self, sha: str, name: str | None = None) -> bytes | None:
-        """Return the patch of all tracked files, or of one named relative to the folder, against a commit; empty if
-        nothing differs, None if git is missing, times out or fails."""
+        """Return the patch from a commit to the working folder: of all tracked files, or of one file, named relative to
+        the folder. The patch is empty if nothing differs, None if git is missing, times out or fails."""
         with self._git_folder(sha, with_index=True) as place:
             if place is None:
                 return None
-            # Times that are not the index's count as changes, until it is refreshed. It fails where files differ.
+            # Refresh the index: until then, files with other times than the index's count as changed. It exits with 1
+            # where files differ.
             refresh = ("update-index", "-q", "--refresh", "--ignore-submodules")
             if _ask(place, self.folder, *refresh, allowed={0, 1}) is None:
                 return None
-            # A plumbing command: no alias, pager or porcelain setting affects it.
+            # Use a plumbing command: no alias, pager or porcelain setting affects it.
             words = ["--patch", "--full-index", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames"]
             words += ["--ignore-submodules=all", sha, "--", *([name] if name else [])]
             return _ask(place, self.folder, "diff-index", *words)
@@ -97,8 +99,8 @@ class Repository:
         return self._read("for-each-ref", "--format=%(refname:short)").split()
 
     def find_missing(self, commit: str) -> str:
-        """Return what of a commit :meth:`check_out` would leave out: submodules, or files that only a filter of git-lfs
-        would fetch; empty if nothing."""
+        """Return what :meth:`check_out` would leave out of a commit: submodules, or files that only a git-lfs filter
+        would fetch. Empty if it leaves out nothing."""
         if "\x00160000 " in "\x00" + self._read("ls-tree", "-r", "-z", commit):
             return "submodules"
         if not self._read("grep", "-l", "filter=lfs", commit, "--", ".gitattributes"):
@@ -107,20 +109,20 @@ class Repository:
         return "files in git-lfs" if self._read("grep", "-l", "-I", pointer, commit) else ""
 
     def check_out(self, commit: str, folder: Path) -> bool:
-        """Write the files of a commit into a new folder with a git folder, and return whether git could. Branches and
-        tags are copied, objects are shared, and the repository stays as it is."""
+        """Write the files of a commit into a new folder with its own git folder, and return whether git succeeded. Copy
+        branches and tags and share objects; leave the repository unchanged."""
         place = folder / ".git"
         place.mkdir(parents=True)
         if not self._fill(place, commit):
             return False
-        # A link as in other calls would let a script in there move our references.
+        # Copy the references: with a link, as in other calls, a script in the folder could move ours.
         known = self._read("for-each-ref", "--format=%(objectname) %(refname)")
         (place / "packed-refs").write_text(f"{known}\n" if known else "", encoding="utf-8")
         words = ("checkout", "--quiet", "--detach", commit)
         return _ask(place, folder, *words, timeout_seconds=CHECKOUT_SECONDS) is not None
 
     def _read(self, *words: str) -> str:
-        """Return what git prints of commits and references, without the last newline; empty if it fails."""
+        """Return git's output about commits and references, without the last newline; empty if git fails."""
         with self._git_folder(self.head(), with_references=True) as place:
             found = None if place is None else _ask(place, self.folder, *words)
         return (found or b"").decode(errors="replace").removesuffix("\n")
@@ -129,7 +131,7 @@ class Repository:
     def _git_folder(
         self, sha: str, *, with_index: bool = False, with_references: bool = False
     ) -> Iterator[Path | None]:
-        """Yield a git folder for the time of a call; None if the repository's cannot be shared."""
+        """Yield a temporary git folder; None if the repository cannot be shared."""
         with tempfile.TemporaryDirectory(prefix="sparsebp-git-") as made:
             place = Path(made)
             is_whole = self._fill(place, sha)
@@ -137,7 +139,7 @@ class Repository:
                 index = _read_file(self.own / "index", LARGEST_INDEX_BYTES)
                 is_whole &= index is not None
                 (place / "index").write_bytes(index or b"")
-                if is_whole:  # git compares its time with those of the files
+                if is_whole:  # git compares the index's time with those of the files
                     shutil.copystat(self.own / "index", place / "index")
             if with_references:
                 (place / "refs").rmdir()
@@ -146,9 +148,9 @@ class Repository:
             yield place if is_whole else None
 
     def _fill(self, place: Path, sha: str) -> bool:
-        """Make a folder a git folder at a commit, with the objects of the repository. Return whether it can."""
+        """Turn a folder into a git folder at a commit, using the repository's objects. Return whether it can be."""
         objects = str(self.common.resolve() / "objects")
-        # One path a line, and one that begins with a quote is read as an escaped one.
+        # Alternates have one path a line, and git unescapes a path that begins with a quote.
         if not SHA.fullmatch(sha) or "\n" in objects or objects.startswith('"'):
             return False
         for part in ("refs", "objects/info"):
@@ -169,7 +171,7 @@ class Repository:
 
 
 def find_git() -> str | None:
-    """Return the program, searched in absolute entries of PATH alone: others depend on the working folder."""
+    """Return git's path. Search only absolute entries of PATH: relative ones depend on the working folder."""
     return shutil.which("git", path=_absolute_path())
 
 
@@ -177,7 +179,7 @@ def _ask(
     place: Path, folder: Path, *words: str, allowed: frozenset[int] | set[int] = frozenset({0}),
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> bytes | None:  # fmt: skip
-    """Return what git prints with a git folder of our own; None if it is missing, takes too long or fails."""
+    """Return git's output in our own git folder; None if git is missing, takes too long or fails."""
     git = find_git()
     if git is None:
         return None

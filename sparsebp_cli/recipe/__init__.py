@@ -1,4 +1,4 @@
-"""Recipes: strict reading of what the user writes, with the location of every error."""
+"""Recipes: read strictly what the user writes, and locate every error."""
 
 from sparsebp_cli.recipe.check import PlacedRecipe
 from sparsebp_cli.recipe.composition import refuse_unsupported

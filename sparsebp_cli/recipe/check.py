@@ -1,4 +1,4 @@
-"""Validation of a tree of located values into a resolved recipe, or into its errors."""
+"""Validate a tree of located values: return a resolved recipe, or raise its errors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from sparsebp_cli.recipe.target import check_target, merge_named_target
 from sparsebp_cli.run.policy_phase import find_empty
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracker import find_tracker
+from sparsebp_cli.tracker.contract import find_feeder
 
 MOST_ERRORS = 30
 
 
 @dataclass(frozen=True)
 class PlacedRecipe:
-    """A resolved recipe with the tree of located values that it was made from."""
+    """A resolved recipe and the tree of located values from which it was built."""
 
     recipe: Recipe
     tree: Node
@@ -39,10 +40,10 @@ class PlacedRecipe:
 
 
 def check_recipe(tree: Node) -> PlacedRecipe:
-    """Validate a recipe's tree (short forms expanded, base and overrides merged) against the schema and the options of
-    its policies, and fill in every default. Raise RecipeError for the first error, with all others: those in the
-    recipe's own file before those in its base and in ``--set``, then by line and column. A missing key comes last,
-    since a misspelt key explains it."""
+    """Validate a recipe's tree against the schema and its policies' options, and fill in every default. The tree has
+    its short forms expanded, and its base and overrides merged. Raise RecipeError for the first error, with all others
+    attached. Errors in the recipe's own file come before those in its base and in ``--set``, then sorted by line and
+    column. Missing keys come last, because a misspelt key explains them."""
     tree = merge_named_target(tree)
     data = tree.plain
     field_errors: list[FieldError] = []
@@ -67,8 +68,8 @@ def check_recipe(tree: Node) -> PlacedRecipe:
 
 
 def first_error(tree: Node, field_errors: Sequence[FieldError]) -> RecipeError:
-    """Return the error to be raised of several, with the others: those in the tree's own file first, then by line and
-    column; a missing key comes last."""
+    """Return one error to raise, with the others attached. Errors in the tree's own file come first, then sorted by
+    line and column; missing keys come last."""
     placed = [(find_place(tree, field_error), field_error) for field_error in field_errors]
     placed.sort(key=lambda pair: _rank(*pair, own_file=tree.place.file))
     first, *others = [place.error(found.text, found.key) for place, found in placed]
@@ -79,7 +80,7 @@ def first_error(tree: Node, field_errors: Sequence[FieldError]) -> RecipeError:
 
 
 def _check_all_policies(data: Mapping[str, Any], field_errors: list[FieldError]) -> list[list[PolicyEntry]]:
-    """Validate the options of the policies of each phase, in order; errors are appended to ``field_errors``."""
+    """Validate the policy options of each phase, in order, and append errors to ``field_errors``."""
     schedule = data.get("schedule")
     if schedule is None:
         return [_check_policies(data.get("policy"), ("policy",), field_errors)]
@@ -119,23 +120,24 @@ def _set_policies(recipe: Recipe, policies: Sequence[list[PolicyEntry]]) -> Reci
 
 
 def _find_missing_trackers(names: Sequence[str]) -> Iterator[FieldError]:
-    """Yield the trackers that cannot be used on this machine, from which they are fed, wherever the run trains."""
+    """Yield an error for each tracker that this machine cannot use: trackers are always fed from here."""
     for index, name in enumerate(names):
         try:
             find_tracker(name).require(name)
+            find_feeder()
         except UsageError as error:
             yield FieldError(("tracking", "also", index), str(error))
 
 
 def _find_empty(recipe: Recipe) -> Iterator[FieldError]:
-    """Yield the phases that a training is too short for."""
+    """Yield an error for each phase that gets no step, located at the phase to change."""
     for number, text in find_empty(recipe.phases, "training.max_steps"):
         yield FieldError(("schedule", number, "until"), text)
 
 
 def _check_target(section: object, field_errors: list[FieldError]) -> TargetSection | None:
-    """Validate the options of the target; errors are appended to ``field_errors`` unless the schema has already
-    reported one."""
+    """Validate the target's options and append errors to ``field_errors``. Return None if the schema has already
+    reported an error in the target."""
     if not isinstance(section, dict) or any(field_error.location[:1] == ("target",) for field_error in field_errors):
         return None
     target, wrong = check_target(section)
@@ -155,13 +157,13 @@ def _resolve_options(found: FoundPolicy, entry: dict[str, object]) -> dict[str, 
 
 
 def _add_home(field_error: FieldError) -> FieldError:
-    """Name the sections that a misplaced key belongs to, as after an indentation error, or the key that does what one
-    of another tool does."""
+    """Extend the error of an unknown key: name the sections that the key belongs to (it may be wrongly indented), or
+    our equivalent of another tool's key."""
     if field_error.kind != "unknown":
         return field_error
     key = field_error.location[-1]
     instead = answer(str(key))
-    # In a policy or a target the word may be a misspelt option of its own.
+    # In a policy, target or schedule the word may instead be a misspelt option.
     if instead is not None and not {"policy", "target", "schedule"} & set(field_error.location[:-1]):
         return replace(field_error, text=f"unknown key {show(str(key))}: {instead}")
     homes = ["the top, without indentation"] if key in Recipe.model_fields else []

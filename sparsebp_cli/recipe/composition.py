@@ -1,4 +1,4 @@
-"""Checks of a recipe against the table of supported combinations, and of its optimizer's arguments."""
+"""Check a recipe against the table of supported combinations, and check its optimizer's arguments."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ PLACES: dict[str, Location] = {
 
 
 def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -> Iterator[FieldError]:
-    """Yield an error for each combination that is not supported, at the key to be changed. Each section must be valid
-    by itself. ``data`` is the recipe as the user wrote it, to recognise defaults; None if unknown."""
+    """Yield an error for each unsupported combination, located at the key to change. Each section must already be
+    valid. ``data`` is the recipe as the user wrote it, to recognise defaults; None if unknown."""
     for number, phase in enumerate(recipe.phases):
         for refusal in find_refusals(_setup(recipe, number, data)):
             if refusal.policy is None and number:
-                continue  # about options alone: the first phase has reported it
+                continue  # a rule about options alone: the first phase has reported it
             place: Location = PLACES.get(refusal.rule.blame, (*phase.key, refusal.policy or 0, "name"))
             key = ".".join(str(part) for part in place)
             yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
@@ -60,14 +60,14 @@ def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
-    """Raise UnsupportedError for the first unsupported combination in the recipe of a plan, which another version may
-    have written, or a person."""
+    """Raise UnsupportedError for the first unsupported combination. Plans are checked again because another version or
+    a person may have written them."""
     for field_error in find_unsupported(recipe):
         raise UnsupportedError(f"{field_error.key}: {field_error.text}")
 
 
 def has_own_worker(recipe: Recipe) -> bool:
-    """Return whether the built-in worker executes a recipe."""
+    """Return whether the recipe uses the built-in worker."""
     return bool(recipe.target.options.get("worker", OWN_WORKER) == OWN_WORKER)
 
 
@@ -92,7 +92,7 @@ def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Set
 
 
 def _describe_optimizer(recipe: Recipe) -> dict[str, object]:
-    """Return what the optimizer is, and whether the policies of every phase do what some optimizers need."""
+    """Return the optimizer's facts, and whether every phase's policies provide what some optimizers need."""
     optimizer = find_optimizer(recipe.training.optim)
     phases = [[make_policy(entry.name, **entry.options) for entry in phase.policies] for phase in recipe.phases]
     return {
@@ -109,7 +109,7 @@ def _have(policies: Iterable[Policy], fact: str) -> bool:
 
 
 def _count_references(recipe: Recipe) -> int:
-    """Return how many reference models the phases compare with, each way to score by it counted."""
+    """Count the distinct pairs of reference model and scoring method in all phases."""
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
     readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     return len({(policy.reference, policy.reference_scores) for policy in readers})
@@ -133,7 +133,7 @@ def _format_key(name: str, value: object) -> str:
 
 
 def _find_arguments(recipe: Recipe) -> Iterator[FieldError]:
-    """Yield an error for an unknown optimizer, or for each argument that it does not take."""
+    """Yield an error for an unknown optimizer, or for each argument that it does not accept."""
     training = recipe.training
     if not has_own_worker(recipe):
         return  # another worker may interpret them differently

@@ -1,4 +1,4 @@
-"""The policies of a stored recipe in one line, for lists of runs, summaries and comparisons."""
+"""Describe the policies of a stored recipe in one line, for lists of runs, summaries and comparisons."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sparsebp_cli.run.policy_phase import describe_phases, read_phases
 
 
 def describe_policies(recipe: Mapping[str, Any]) -> str:
-    """Return policies in one line, with the options that are not defaults: ``topk keep=0.1 along=columns``; those of a
-    schedule phase by phase: ``topk keep=0.1 until 0.4, dense``."""
+    """Return the policies in one line with their non-default options: ``topk keep=0.1 along=columns``. Write a schedule
+    phase by phase: ``topk keep=0.1 until 0.4, dense``."""
     return describe_phases(read_phases(recipe), describe_policy)
 
 
 def describe_policy(entry: Mapping[str, Any]) -> str:
-    """Return a policy as a recipe writes it, name and options, with those that are not defaults."""
+    """Return a policy as a recipe writes it: its name and its non-default options."""
     usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
     options = [f"{key}={value}" for key, value in entry.items() if key not in usual or value != usual[key]]
     return " ".join([entry["name"], *options])
@@ -33,4 +33,5 @@ def _find_defaults(name: str) -> dict[str, Any]:
         return {}
     assert policy_class is not None
     options = policy_class.model_json_schema().get("properties", {})
-    return {key: option["default"] for key, option in options.items() if "default" in option}
+    defaults = {key: option["default"] for key, option in options.items() if "default" in option}
+    return defaults | dict(getattr(policy_class, "former_options", ()))  # recipes of older versions contain these

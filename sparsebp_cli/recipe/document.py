@@ -1,7 +1,7 @@
-"""Strict reading of YAML: one document of plain mappings, lists and scalars, each with its place.
+"""Read YAML strictly: one document of plain mappings, lists and scalars, each with its place.
 
-The reader consumes PyYAML's events without recursion and without its constructors, so nothing is executed or expanded,
-and nothing grows larger than the file: the first anchor, alias, tag or merge key is refused.
+The reader consumes PyYAML's events without recursion and without its constructors, so it executes and expands nothing.
+It refuses the first anchor, alias, tag or merge key, so the result is never larger than the file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -22,14 +22,14 @@ LONGEST_FILE_NAME = 300
 
 @dataclass(frozen=True)
 class Place:
-    """A position that an error can name."""
+    """A position in a file or override, for error messages."""
 
     file: str  # as the user gave it, or --set KEY=VALUE
     line: int = 0  # from 1; 0 if unknown
     column: int = 0  # in characters, from 1; 0 if unknown
 
     def error(self, text: str, path: Sequence[str | int] | str = ()) -> RecipeError:
-        """Return an error at this place. ``path`` holds the keys that lead there, or is their dotted path."""
+        """Return an error at this place. ``path`` is the sequence of keys that lead there, or their dotted path."""
         key = path if isinstance(path, str) else ".".join(shorten(str(part)) for part in path)
         file = shorten(self.file, LONGEST_FILE_NAME)
         return RecipeError(text, file=file, line=self.line, column=self.column, key=key)
@@ -63,24 +63,24 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\u
 UNCLOSED = "a quote is not closed"
 NO_COLON = "a key without ':', or wrong indentation"
 
-# PyYAML's messages, and ours for the author of a recipe.
+# Translations of PyYAML's messages for the author of a recipe.
 _MESSAGES = (
     (r"found character '\\t'", "a tab cannot indent; use spaces"),
-    (r"mapping values are not allowed", "a ':' cannot stand here: wrong indentation, or a text that needs quotes"),
+    (r"mapping values are not allowed", "a ':' is not allowed here: wrong indentation, or a text that needs quotes"),
     (r"could not find expected ':'", NO_COLON),
     (r"<document start>", "wrong indentation: the keys of a recipe start at the same column"),
     (r"expected <block end>, but found '<scalar>'", "text after a closing quote: put the whole value in quotes"),
-    (r"expected <block end>", "wrong indentation: this does not line up with what stands above"),
+    (r"expected <block end>", "wrong indentation: this line is not aligned with the lines above"),
     (r"did not find expected|expected the node content", "a value is missing or misplaced"),
     (r"expected ',' or '[]}]'|expected ',' or", "a bracket is not closed, or a comma is missing"),
     (r"unexpected end of stream", UNCLOSED),
-    (r"sequence entries are not allowed", "a '-' cannot stand here: each item of a list starts its own line"),
+    (r"sequence entries are not allowed", "a '-' is not allowed here: each item of a list starts its own line"),
     (
         r"while scanning an? (alias|anchor)",
-        "an alias or anchor cannot stand in a recipe; a text with * or & needs quotes",
+        "an alias or anchor is not allowed in a recipe; a text with * or & needs quotes",
     ),
     (r"unknown escape character", "a backslash between double quotes must be doubled; or use single quotes"),
-    (r"special characters are not allowed", "a character that cannot stand in a recipe"),
+    (r"special characters are not allowed", "a character that is not allowed in a recipe"),
     (r"found character .* that cannot start any token", "a text that starts with this character needs quotes"),
 )
 
@@ -100,13 +100,6 @@ class _Open:
     first_lines: dict[str, int] = field(default_factory=dict)
 
 
-class _Mark(Protocol):
-    """A place in a text, by the reader in C or in Python."""
-
-    line: int
-    column: int
-
-
 class _Reader:
     """Converts events to nodes."""
 
@@ -116,7 +109,7 @@ class _Reader:
         self.open: list[_Open] = []
         self.num_documents = 0
 
-    def place(self, mark: _Mark | None) -> Place:
+    def place(self, mark: Any) -> Place:
         if mark is None or not self.has_lines:
             return Place(self.source)
         return Place(self.source, mark.line + 1, mark.column + 1)
@@ -127,8 +120,8 @@ class _Reader:
         return [*self.within, *(part for part in parts if part is not None)]
 
     def quote(self, text: str) -> str:
-        """Return a text in brackets where it stands below a key; a file that is no mapping is no recipe, but may be one
-        of the user's secrets, and is never quoted."""
+        """Return the text in brackets if it is below a key, else an empty string. A file that is not a mapping is not a
+        recipe: it may hold the user's secrets, so errors never quote it."""
         return f" ({shorten(text)})" if self.path and isinstance(self.path[0], str) else ""
 
     def take(self, event: yaml.Event) -> None:
@@ -136,10 +129,10 @@ class _Reader:
         if isinstance(event, yaml.DocumentStartEvent):
             self.num_documents += 1
             if self.num_documents > 1:
-                raise place.error("a second document ('---') cannot stand in a recipe")
+                raise place.error("a second document ('---') is not allowed in a recipe")
         if isinstance(event, yaml.AliasEvent):
             raise place.error(
-                f"an alias{self.quote(f'*{event.anchor}')} cannot stand in a recipe; repeat the value", self.path
+                f"an alias{self.quote(f'*{event.anchor}')} is not allowed in a recipe; repeat the value", self.path
             )
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent):
             self.start(event, place)
@@ -149,11 +142,11 @@ class _Reader:
 
     def start(self, event: yaml.CollectionStartEvent | yaml.ScalarEvent, place: Place) -> None:
         if event.anchor is not None:
-            text = f"an anchor{self.quote(f'&{event.anchor}')} cannot stand in a recipe; repeat the value"
+            text = f"an anchor{self.quote(f'&{event.anchor}')} is not allowed in a recipe; repeat the value"
             raise place.error(text, self.path)
         if event.tag is not None:
             raise place.error(
-                f"a tag{self.quote(event.tag)} cannot stand in a recipe; write the plain value", self.path
+                f"a tag{self.quote(event.tag)} is not allowed in a recipe; write the plain value", self.path
             )
         holder = self.open[-1] if self.open else None
         if holder and isinstance(holder.node.content, dict) and holder.key is None:
@@ -180,7 +173,7 @@ class _Reader:
         if isinstance(event, yaml.CollectionStartEvent):
             return Node([], place, key_place)
         if _CONTROL.search(event.value):
-            raise place.error(f"a control character cannot stand in a value, got {show(event.value)}", self.path)
+            raise place.error(f"a control character is not allowed in a value, got {show(event.value)}", self.path)
         if not _is_plain(event):
             return Node(event.value, place, key_place)
         try:
@@ -194,7 +187,7 @@ class _Reader:
             raise place.error("a key must be text, got a mapping or a list", self.path)
         key = self.make(event, place, None).content
         if _is_plain(event) and event.value == "<<":
-            raise place.error("a merge key (<<) cannot stand in a recipe; use base:, or repeat the values", self.path)
+            raise place.error("a merge key (<<) is not allowed in a recipe; use base:, or repeat the values", self.path)
         if not isinstance(key, str):
             raise place.error(f"a key must be text, got {show_with_type(key)}; put it in quotes", self.path)
         if not key.isprintable() or len(key) > LONGEST_KEY:
@@ -217,21 +210,23 @@ class _Reader:
 
 
 def _is_plain(event: yaml.ScalarEvent) -> bool:
-    """Whether a scalar stands without quotes, so that it may be a number or another plain value."""
+    """Return whether a scalar is unquoted, so that it may be a number or another plain value."""
     return event.implicit[0] if isinstance(event.implicit, tuple) else event.implicit
 
 
 def read_document(text: str, source: str, within: Sequence[str] | None = None) -> Node | None:
-    """Read one YAML document and return its top node, None if it holds nothing but comments. ``source`` is named in
-    errors: a file, or ``--set KEY=VALUE``. ``within`` is the path of the value of an override, for which errors name no
-    line; None: a file. Raise RecipeError for anything that a recipe must not contain."""
+    """Read one YAML document and return its top node; None if it holds only comments. Errors name ``source``: a file,
+    or ``--set KEY=VALUE``. ``within`` is the path of an override's value, whose errors name no line; it is None for a
+    file. Raise RecipeError for anything that a recipe must not contain."""
     reader = _Reader(source, within)
     control = _CONTROL.search(text)
     if control:
         line = text.count("\n", 0, control.start()) + 1
         column = control.start() - text.rfind("\n", 0, control.start())
         place = Place(source, line, column) if reader.has_lines else Place(source)
-        raise place.error(f"a control character (U+{ord(control.group()):04X}) cannot stand in a recipe", reader.within)
+        raise place.error(
+            f"a control character (U+{ord(control.group()):04X}) is not allowed in a recipe", reader.within
+        )
     loader = _Loader(text)
     try:
         while loader.check_event():
@@ -271,15 +266,15 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", re.ASCII)
 
 
 def read_scalar(text: str) -> str | int | float | bool | None:
-    """Return the value of a plain (unquoted) scalar. Raise ValueError for numbers that are not finite, or that do not
-    fit into 64 bits."""
+    """Return the value of a plain (unquoted) scalar. Raise ValueError for numbers that are not finite or do not fit
+    into 64 bits."""
     if text in _NULL:
         return None
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
     number: int | float
     if _INT.fullmatch(text):
-        # Longer ones are too large in any case, and Python refuses to read the longest.
+        # Longer numbers are too large in any case, and Python refuses to parse very long ones.
         number = int(text) if len(text) < 100 else math.inf
     elif _BASED_INT.fullmatch(text):
         number = int(text, 0) if len(text) < 100 else math.inf

@@ -1,4 +1,4 @@
-"""What a recipe measures on its held-out splits: names, units and directions, before anything is trained."""
+"""List what a recipe measures on its held-out splits (names, units, directions) before training starts."""
 
 from __future__ import annotations
 
@@ -17,44 +17,29 @@ EVAL, TEST = "eval/", "test/"
 
 def list_measured(recipe: Recipe) -> dict[str, Metric]:
     """Return the metrics that a recipe measures on validation, by name. Raise UsageError for an unknown metric of
-    generated texts, or one that two of them give."""
+    generated texts, or for a name that two metrics report."""
     found = {one.name: one for one in _of_forwards(recipe.dataset)}
     return found | {name: one for name, one in declare_generated(recipe).items() if name.startswith(EVAL)}
 
 
 def _of_forwards(section: DatasetSection) -> tuple[Metric, ...]:
     if section.format == "classification":
-        # eval/f1 of two classes alone: the data say how many there are
+        # eval/f1 exists only for two classes; the number of classes is known only from the data
         return metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1
     if section.format == "regression":
         return metric.EVAL_LOSS, metric.EVAL_PEARSON, metric.EVAL_SPEARMAN
     return (metric.EVAL_LOSS,)
 
 
-def find_decisive(recipe: Recipe) -> Metric:
-    """Return the validation metric by which a recipe's runs are chosen."""
-    if recipe.measure.metric is not None:
-        return list_measured(recipe)[recipe.measure.metric]
-    return metric.EVAL_ACCURACY if recipe.dataset.format == "classification" else metric.EVAL_LOSS
-
-
-def find_interval(recipe: Recipe) -> int | None:
-    """Return the steps between evaluations of that metric; None if it has none under way."""
-    generate = recipe.measure.generate
-    if generate is not None and recipe.measure.metric in declare_generated(recipe):
-        return generate.every
-    return recipe.measure.eval_every
-
-
 def without_generation(recipe: Recipe) -> Recipe:
-    """Return a recipe that generates no texts, for a run that is not judged."""
+    """Return a copy of the recipe that generates no texts, for runs that are not evaluated by them."""
     measure = recipe.measure.model_copy(update={"generate": None, "metric": None})
     checkpoint = recipe.checkpoint.model_copy(update={"keep_best": None})
     return recipe.model_copy(update={"measure": measure, "checkpoint": checkpoint})
 
 
 def declare_generated(recipe: Recipe) -> dict[str, Metric]:
-    """Return the metrics of generated texts on both splits; none without ``measure.generate``. Raise UsageError as
+    """Return the metrics of generated texts on both splits; empty without ``measure.generate``. Raise UsageError as
     :func:`list_measured` does."""
     section, found = recipe.measure.generate, dict[str, Metric]()
     for name in [] if section is None else section.metrics:
@@ -62,19 +47,19 @@ def declare_generated(recipe: Recipe) -> dict[str, Metric]:
             for prefix in (EVAL, TEST):
                 full = f"{prefix}{figure}"
                 if full in METRICS or full in found:
-                    raise UsageError(f"metric {name!r} gives {figure}, which another metric of this run is called")
+                    raise UsageError(f"metric {name!r} gives {figure}, but another metric of this run has this name")
                 found[full] = Metric(full, declared.unit, declared.better)
     return found
 
 
 def to_facts(found: Mapping[str, Metric]) -> dict[str, dict[str, str]]:
-    """Return units and directions as a run records them in its facts."""
+    """Return units and directions in the form in which a run records them."""
     return {name: {"unit": one.unit, "better": one.better} for name, one in found.items()}
 
 
 def find_unmeasured(recipe: Recipe) -> Iterator[FieldError]:
-    """Yield an error for a generation that cannot be, an unknown metric, a best evaluation by one that no
-    evaluation has, and a patience that watches none."""
+    """Yield an error for impossible text generation, an unknown metric, or keys that name a metric that is not
+    measured. Early stopping needs such a metric."""
     generate, options = recipe.measure.generate, recipe.target.options
     default = TargetOptions.model_fields["worker"].default
     if options.get("worker", default) != default:

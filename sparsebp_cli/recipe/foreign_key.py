@@ -1,6 +1,6 @@
-"""Keys of other tools' configurations, and the key of a recipe that does the same.
+"""Map keys of other tools' configurations to the recipe key with the same effect.
 
-The names are those of transformers' ``TrainingArguments`` (4 and 5), TRL's ``SFTConfig``, axolotl, LLaMA-Factory and
+The keys come from transformers' ``TrainingArguments`` (4 and 5), TRL's ``SFTConfig``, axolotl, LLaMA-Factory and
 torchtune.
 """
 
@@ -104,7 +104,7 @@ ANSWERS = {
     "dataset_text_field": "dataset.text_column",
     "chat_template_path": "dataset.chat_template",
     # the model
-    "_component_": "nothing: keys name what is used, and no Python classes",
+    "_component_": "nothing: a recipe names no Python classes",
     "adapter": "model.lora, or for one that was trained before model.adapter,",
     "checkpointer": "model.name",
     "do_train": "nothing: a recipe is for training",
@@ -129,14 +129,14 @@ ANSWERS = {
     "load_in_8bit": "model.quantization: {type: int8}",
     "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or fp4,",
     "quantization_config": "model.quantization: {type: nf4}",
-    # Of earlier versions.
+    # keys of our earlier versions
     "time_forms": "`backward: {exclude: [GLOB]}` keeps linears dense whose products are slower",
     "quantization_bit": "model.quantization: {type: nf4}, or int8,",
 }
 
 
 def answer(key: str) -> str | None:
-    """Return what a recipe writes instead of a key of another tool; None for a key that none is known to have."""
+    """Return what to write in a recipe instead of another tool's key; None if the key is unknown."""
     if key not in ANSWERS:
         return None
     instead = ANSWERS[key]

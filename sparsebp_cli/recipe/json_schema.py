@@ -1,6 +1,7 @@
-"""JSON Schema (draft 2020-12) of a recipe, for editors. It accepts what the loader accepts, short forms included.
+"""Build the JSON Schema (draft 2020-12) of a recipe for editors. It accepts what the loader accepts, including short
+forms.
 
-With ``base`` no key is required, since the base may supply it.
+If the recipe has a ``base``, no key is required, because the base may supply it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Schema = dict[str, Any]
 def recipe_schema(
     policies: Mapping[str, FoundPolicy] | None = None, targets: Mapping[str, FoundTarget] | None = None
 ) -> Schema:
-    """Return the self-contained JSON Schema of a recipe, with the options of the given policies and targets; None means
-    every installed one, and for targets also the names of ``targets.yaml``. Broken plugins are left out."""
+    """Return the self-contained JSON Schema of a recipe, with the options of the given policies and targets. None means
+    every installed one; for targets, it also adds the names in ``targets.yaml``. Broken plug-ins are left out."""
     found = find_policies() if policies is None else policies
     schema = Recipe.model_json_schema()
     sections: dict[str, Schema] = schema.pop("$defs")
@@ -78,7 +79,7 @@ def recipe_schema(
 
 
 def _add_policy(sections: dict[str, Schema], name: str, policy: FoundPolicy) -> None:
-    """Add one policy's options; its own definitions get its name as a prefix."""
+    """Add one policy's options. Its own definitions get its name as a prefix."""
     assert policy.policy_class is not None
     prefix = _make_key(name)
     options = policy.policy_class.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
@@ -93,14 +94,14 @@ def _add_policy(sections: dict[str, Schema], name: str, policy: FoundPolicy) -> 
 
 
 def _allow_schedule(field: Schema) -> Schema:
-    """Return the schema of an option that is a number, or changes over the training."""
+    """Return the schema of an option that is a number or a schedule over the training."""
     about: Schema = {key: field[key] for key in ("description", "default") if key in field}
     number = {key: value for key, value in field.items() if key not in about and key != "title"}
     return {**about, "anyOf": [*number.pop("anyOf", [number]), {"$ref": "#/$defs/Schedule"}]}
 
 
 def _make_entry(usable: Mapping[str, FoundPolicy]) -> Schema:
-    """Return the schema of one policy entry: its name decides which options are allowed; a name alone has none."""
+    """Return the schema of a policy entry. The policy's name determines its options; the name alone is valid too."""
     name = {"enum": list(usable), "description": "A name that `sparsebp policies` lists."}
     bare = [key for key, p in usable.items() if p.policy_class and not _requires_options(p)]
     return {
@@ -123,7 +124,7 @@ def _make_entry(usable: Mapping[str, FoundPolicy]) -> Schema:
 
 
 def _find_kinds(targets: Mapping[str, FoundTarget] | None) -> dict[str, str]:
-    """Return the kind for each allowed value of a target's ``kind``, named targets included."""
+    """Map each allowed value of a target's ``kind``, including named targets, to its kind."""
     if targets is not None:
         return {kind: kind for kind in targets}
     named = {name: str(node.plain.get("kind", "local")) for name, node in named_targets().items()}
@@ -132,7 +133,7 @@ def _find_kinds(targets: Mapping[str, FoundTarget] | None) -> dict[str, str]:
 
 
 def _add_target(sections: dict[str, Schema], kind: str, target: FoundTarget, common: Schema) -> None:
-    """Add one kind's options to the keys that every target has."""
+    """Add one kind's options to the keys that all targets share."""
     prefix = _make_key(kind, "target")
     options = target.options_class.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
     for inner, definition in options.pop("$defs", {}).items():
@@ -142,7 +143,7 @@ def _add_target(sections: dict[str, Schema], kind: str, target: FoundTarget, com
 
 
 def _make_target(kinds: Mapping[str, str], description: str) -> Schema:
-    """Return the schema of a target: its kind decides which options are allowed, and a kind alone is enough."""
+    """Return the schema of a target. Its kind determines the allowed options; the kind alone is valid too."""
     chosen = [
         {
             "if": {"required": ["kind"], "properties": {"kind": {"const": name}}},
@@ -158,7 +159,7 @@ def _make_target(kinds: Mapping[str, str], description: str) -> Schema:
 
 
 def _make_key(name: str, group: str = "policy") -> str:
-    """Return a definition's key that needs no escape in a ``$ref``."""
+    """Return a key for a definition that needs no escaping in a ``$ref``."""
     return f"{group}." + re.sub(r"[^A-Za-z0-9._-]", lambda match: f"-{ord(match[0]):x}-", name)
 
 

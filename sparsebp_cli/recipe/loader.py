@@ -1,4 +1,4 @@
-"""Loading of a recipe's file into a resolved recipe."""
+"""Load a recipe file into a resolved recipe."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from sparsebp_cli.recipe.override import apply_override, drop_replaced
 from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 
 LARGEST_BYTES = 64 * 1024
-PACKAGE = Path(__file__).resolve().parents[1]  # holds the recipes that ship, in folders
-# Only whether they exist is looked at; nothing of them is read. See decision 27.
-MARKS = (".git", "pyproject.toml")  # of the top of a checkout, or of a source distribution
+# The folder of the package, which holds the recipes that ship.
+PACKAGE = Path(__file__).resolve().parents[1]
+# Only the existence of these is checked; their content is not read. See decision 27.
+MARKS = (".git", "pyproject.toml")  # at the top of a checkout, or of a source distribution
 
 
 def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
-    """Read, merge and validate a recipe of at most 64 KiB, and fill in every default. Its ``base``, relative to it,
-    supplies missing keys (mappings key by key, lists and scalars whole) except the name; then ``changes``
-    (``KEY=VALUE`` or ``~KEY``) are applied in order. Raise RecipeError with ``file:line:column: key:``, as far as
+    """Read, merge and validate a recipe of at most 64 KiB, and fill in every default. Its ``base``, a path relative to
+    the recipe, supplies missing keys except the name: mappings merge key by key, lists and scalars whole. Then
+    ``changes`` (``KEY=VALUE`` or ``~KEY``) apply in order. Raise RecipeError with ``file:line:column: key:``, as far as
     known."""
     return load_placed(file, changes).recipe
 
 
 def load_placed(file: Path, changes: Sequence[str] = ()) -> PlacedRecipe:
-    """Load a recipe as :func:`load_recipe` does, and keep the places of its keys."""
+    """Load a recipe like :func:`load_recipe`, and keep the places of its keys."""
     tree = load_tree(file)
     for change in changes:
         tree = expand_shorthand(apply_override(tree, change))
@@ -40,8 +41,8 @@ def load_placed(file: Path, changes: Sequence[str] = ()) -> PlacedRecipe:
 
 
 def load_tree(file: Path, named_by: Node | None = None) -> Node:
-    """Read a recipe, laid over its base, with short forms expanded; nothing is validated. ``named_by`` is the value
-    that names the file, where another file does."""
+    """Read a recipe, merge it over its base and expand short forms, without validation. ``named_by`` is the value in
+    another file that names this file, if there is one."""
     tree = _read_file(file, named_by)
     assert isinstance(tree.content, dict)
     base = tree.content.pop("base", None)
@@ -49,8 +50,7 @@ def load_tree(file: Path, named_by: Node | None = None) -> Node:
 
 
 def load_stored(content: Mapping[str, object], source: str, changes: Sequence[str] = ()) -> PlacedRecipe:
-    """Validate the resolved recipe of a plan, with changes applied, as strictly as a file. ``source`` is named in
-    errors."""
+    """Validate the resolved recipe of a plan with changes applied, as strictly as a file. Errors name ``source``."""
     tree = read_document(json.dumps(rename_keys(content)), source)
     assert tree is not None
     for change in changes:
@@ -59,22 +59,22 @@ def load_stored(content: Mapping[str, object], source: str, changes: Sequence[st
 
 
 def _read_file(file: Path, named_by: Node | None = None) -> Node:
-    """Read a file whose top is a mapping, and expand its short forms. ``named_by`` is the ``base`` that names the
+    """Read a file whose top is a mapping, and expand its short forms. ``named_by`` is the ``base`` value that names the
     file."""
     text = read_text(file, named_by)
     tree = read_document(text, str(file))
     if tree is None:
         raise Place(str(file), 1, 1).error("empty: a recipe needs at least version, model and dataset")
     if not isinstance(tree.content, dict):
-        # Never the content: the file may be one of the user's secrets, which somebody else's recipe names.
+        # Never quote the content: a stranger's recipe may name a file that holds the user's secrets.
         raise tree.place.error(f"a recipe must be a mapping, got {describe_kind(tree.plain)}")
     if {"study", "arms"} <= tree.content.keys():
-        raise tree.place.error(f"is a study and no recipe: `sparsebp study {file}` runs it")
+        raise tree.place.error(f"is a study, not a recipe: `sparsebp study {file}` runs it")
     return expand_shorthand(tree)
 
 
 def is_targets_file(file: Path) -> bool:
-    """Whether a file holds named targets; one that cannot be read holds none, and whoever reads it next says why."""
+    """Return whether a file holds named targets. Return False for an unreadable file: the next reader reports why."""
     try:
         tree = read_document(read_text(file), str(file))
     except RecipeError:
@@ -87,7 +87,7 @@ def is_targets_file(file: Path) -> bool:
 
 
 def read_text(file: Path, named_by: Node | None = None) -> str:
-    """Read a file of at most 64 KiB; raise RecipeError if it cannot be read or is no text."""
+    """Read a file of at most 64 KiB. Raise RecipeError if it cannot be read or is not text."""
     try:
         mode = file.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -114,7 +114,7 @@ def read_text(file: Path, named_by: Node | None = None) -> str:
 
 def _describe_failure(file: Path, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
-        if re.fullmatch(r"[\w.]+=.*", str(file)):  # a key and its value, as Hydra has them
+        if re.fullmatch(r"[\w.]+=.*", str(file)):  # KEY=VALUE, as Hydra writes overrides
             return f"no such file; to set a key give --set {file}"
         names = {path.stem: path.name for path in sorted(file.parent.glob("*.y*ml"))}
         near = difflib.get_close_matches(file.stem, names, n=1)
@@ -124,9 +124,9 @@ def _describe_failure(file: Path, error: OSError | ValueError) -> str:
 
 
 def find_base(file: Path, base: Node) -> Path:
-    """Return the path of the ``base`` that a recipe or a study names. It ends in ``.yaml`` and lies beside or below the
-    file that names it, or in the same checkout: a recipe from somebody else cannot name the user's files. Raise
-    RecipeError for another one."""
+    """Return the path of the ``base`` that a recipe or a study names. The base must end in ``.yaml`` or ``.yml`` and
+    lie beside or below the file that names it, or in the same checkout. So a stranger's recipe cannot read the user's
+    files. Raise RecipeError for any other path."""
     name, folder = str(base.content), file.parent.resolve()
     if Path(name).suffix not in {".yaml", ".yml"}:
         raise base.place.error(f"must be a recipe, whose name ends in .yaml, got {shorten(name)!r}", "base")
@@ -138,11 +138,11 @@ def find_base(file: Path, base: Node) -> Path:
     top = tops[0] if tops else folder
     try:
         is_inside = (file.parent / name).resolve().is_relative_to(top)
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a name with NUL
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or a name with NUL
         is_inside = False
     if not is_inside:
         where = f"{shorten(str(top))}, its repository" if tops else f"the folder of {file.name} or below it"
-        raise base.place.error(f"must lie in {where}, got {shorten(name)!r}", "base")
+        raise base.place.error(f"must be in {where}, got {shorten(name)!r}", "base")
     return file.parent / name
 
 
@@ -153,13 +153,13 @@ def _read_base(file: Path, base: Node) -> Node:
     assert isinstance(tree.content, dict)
     if "base" in tree.content:
         place = tree.content["base"].key_place or tree.place
-        raise place.error("a base cannot have a base of its own: one level is allowed", "base")
+        raise place.error("a base cannot have a base itself", "base")
     tree.content.pop("name", None)
     return tree
 
 
 def lay_over(under: Node, over: Node) -> Node:
-    """Lay one recipe over another: mappings key by key, everything else whole."""
+    """Merge one recipe over another: mappings key by key, everything else whole."""
     return _merge(drop_replaced(under, over.content) if isinstance(over.content, dict) else under, over)
 
 
@@ -180,7 +180,7 @@ def _name_by_file(tree: Node, file: Path) -> Node:
 
 
 def expand_shorthand(tree: Node) -> Node:
-    """Return a recipe's tree with every short form expanded. Wrong values stay, for the schema to refuse."""
+    """Return a recipe's tree with every short form expanded. Leave wrong values for the schema to refuse."""
     if not isinstance(tree.content, dict):
         return tree
     content = dict(tree.content)
@@ -192,7 +192,7 @@ def expand_shorthand(tree: Node) -> Node:
 
 
 def _expand_policy(tree: Node) -> Node:
-    """Expand the short form of the policies of a recipe, or of one of its phases."""
+    """Expand the short form of the policies in a recipe or in one of its phases."""
     policy = tree.content.get("policy") if isinstance(tree.content, dict) else None
     if policy is None or not isinstance(policy.content, list | dict | str):
         return tree
@@ -209,9 +209,9 @@ def _wrap_text(node: Node, key: str) -> Node:
 
 
 def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
-    """Return a stored recipe with the keys of this version.
+    """Return a stored recipe with its keys renamed to this version's.
 
-    Up to 0.2, ``backward.execution`` was ``engine``. Up to 0.5, ``backward`` had ``time_forms``, by default false.
+    Up to 0.2, ``backward.execution`` was ``engine``. Up to 0.5, ``backward`` had ``time_forms``, false by default.
     """
     backward = recipe.get("backward")
     if not isinstance(backward, dict) or not backward.keys() & {"engine", "time_forms"}:
@@ -221,8 +221,8 @@ def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
 
 
 def rename_in_plan(content: bytes) -> bytes:
-    """Do the same in the JSON of a plan; what is no plan stays as it is, for whoever reads it to refuse."""
-    # Nearly always: parsing twice would double the time to list many runs.
+    """Rename the keys in the JSON of a plan. Return other content unchanged, for the next reader to refuse."""
+    # Return early in the usual case: parsing twice would double the time to list many runs.
     if b'"engine"' not in content and b'"time_forms"' not in content:
         return content
     try:

@@ -1,4 +1,4 @@
-"""Overrides of a recipe from the command line: ``training.max_steps=5`` sets a key, ``~model.lora`` deletes one."""
+"""Override recipe keys from the command line: ``training.max_steps=5`` sets a key, ``~model.lora`` deletes one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sparsebp_cli.run.visible import mask
 
 
 def apply_override(tree: Node, change: str) -> Node:
-    """Return a new tree with one override applied: ``KEY=VALUE`` with a dotted key and a YAML value (an empty one is
-    null), or ``~KEY``. A number is the index of a list's item, and the first free index appends; missing mappings are
-    created. Raise RecipeError if the override cannot be read or its path does not exist."""
+    """Return a new tree with one override applied: ``KEY=VALUE`` or ``~KEY``. The key is dotted; the value is YAML, and
+    an empty one is null. A number indexes a list, and the first free index appends. Missing mappings are created. Raise
+    RecipeError if the override cannot be read or its path does not exist."""
     place = Place(f"--set {shorten(mask(change))}")
     key, equals, value = change.partition("=")
     deletes = key.startswith("~")
@@ -44,8 +44,7 @@ def set_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
 
 
 def drop_replaced(tree: Node, keys: Collection[str]) -> Node:
-    """Return a recipe's tree without the key that one of these replaces whole: policy and schedule are two ways to give
-    the same."""
+    """Return a tree without ``schedule`` if ``keys`` has ``policy``, and the reverse: each replaces the other."""
     if not isinstance(tree.content, dict):
         return tree
     replaced = {other for key, other in (("policy", "schedule"), ("schedule", "policy")) if key in keys}
@@ -53,7 +52,7 @@ def drop_replaced(tree: Node, keys: Collection[str]) -> Node:
 
 
 def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:
-    """Return the node with the value set below it; ``parts[:depth]`` is the path of the node."""
+    """Return the node with the value set below it. ``parts[:depth]`` is the path of the node."""
     if depth == len(parts):
         return value
     place, part = value.place, parts[depth]
@@ -64,7 +63,7 @@ def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:
         return replace(node, content=items)
     if not isinstance(node.content, dict):
         here = ".".join(parts[:depth])
-        raise place.error(f"{here} is {show(node.content)}, so it cannot have keys of its own")
+        raise place.error(f"{here} is {show(node.content)}, so it has no keys")
     child = node.content.get(part)
     if child is None or child.content is None:
         child = Node([] if depth == 0 and part == "policy" else {}, place, place)
@@ -106,8 +105,8 @@ MOST_SEEDS = 1000
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Return the seeds in a text such as ``0-4``, ``0,2,5`` or ``0-2,7``, in its order; ranges include both ends. Raise
-    UsageError for another form, a repeated seed, a descending range, or more than 1000 seeds."""
+    """Parse seeds such as ``0-4``, ``0,2,5`` or ``0-2,7``, and return them in that order. Ranges include both ends.
+    Raise UsageError for other forms, repeated seeds, descending ranges, or more than 1000 seeds."""
     start = f"--seeds {shorten(text)}"
     seeds: dict[int, None] = {}
     for part in text.split(","):
@@ -117,7 +116,7 @@ def parse_seeds(text: str) -> list[int]:
         first = int(match[1])
         last = int(match[2] or first)
         if last < first:
-            raise UsageError(f"{start}: a range must rise, got {first}-{last}; did you mean {last}-{first}?")
+            raise UsageError(f"{start}: a range must ascend, got {first}-{last}; did you mean {last}-{first}?")
         if last > LARGEST_INT:
             raise UsageError(f"{start}: a seed must be in [0, {LARGEST_INT}], got {last}")
         if len(seeds) + last - first + 1 > MOST_SEEDS:
@@ -130,12 +129,12 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def with_seed(recipe: Recipe, seed: int) -> Recipe:
-    """Return a copy of a recipe with another seed, from 0. Raise UsageError if the seed is out of range."""
+    """Return a copy of a recipe with another seed. Raise UsageError if the seed is negative or too large."""
     if isinstance(seed, bool) or not 0 <= seed <= LARGEST_INT:
         raise UsageError(f"seed must be in [0, {LARGEST_INT}], got {seed}")
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"seed": seed})})
 
 
 def with_stop(recipe: Recipe, stop_at: int | None) -> Recipe:
-    """Return a recipe that stops with a checkpoint after a step. None: at its last step. A run's id stays the same."""
+    """Return a recipe that stops with a checkpoint after a step (None: its last). The run's id does not change."""
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"stop_at": stop_at})})

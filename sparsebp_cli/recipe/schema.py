@@ -1,4 +1,4 @@
-"""The schema of a recipe. Unknown keys are refused; names follow ``transformers.TrainingArguments``."""
+"""Define the schema of a recipe. Unknown keys are refused; names follow ``transformers.TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Section(BaseModel):
 
 
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
-# A revision and a function may follow. Only of this owner, whom transformers trusts by itself: a kernel is compiled
-# code, and recipes may come from strangers.
+# Kernels are compiled code, and recipes may come from strangers. So allow only the owner that transformers itself
+# trusts. A revision and a function may follow the name.
 HUB_KERNEL = r"kernels-community/[\w.-]+(@[\w.-]+)?(:\w+)?"
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-CHANGES_BASE = ("olora", "pissa")  # first values of adapters that are taken out of the base
+CHANGES_BASE = ("olora", "pissa")  # initialisations of adapters that subtract them from the base
 
 
 class LoraSection(Section):
@@ -85,13 +85,13 @@ class LoraSection(Section):
 
 
 if TYPE_CHECKING:
-    AdapterType = str  # a checker cannot know names that are read from the installed peft
+    AdapterType = str  # type checkers cannot know names that are read from the installed peft
 else:
     AdapterType = Literal[ADAPTER_TYPES]
 
 
 class PeftSection(BaseModel):
-    """Another method of peft by its type, with the names of its own config as further keys."""
+    """Another peft method, selected by type. Its further keys are the names in that method's config."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow")
     type: AdapterType = Field(description="A type of peft; LoRA has the key lora.")
@@ -191,7 +191,7 @@ class ModelSection(Section):
 
     @property
     def adapters(self) -> LoraSection | PeftSection | str | None:
-        """What is trained in place of the weights; None: these themselves."""
+        """The trained adapters; None if the model's own weights are trained."""
         return self.lora or self.peft or self.adapter
 
     @model_validator(mode="after")
@@ -200,14 +200,14 @@ class ModelSection(Section):
         if len(given) > 1:
             raise ValueError(f"give one of lora, peft and adapter, got {' and '.join(given)}")
         if self.quantization is not None and self.name is None:
-            raise ValueError("quantization needs name: a config stands for random weights")
+            raise ValueError("quantization needs name: a config means random weights")
         if self.quantization is not None and self.lora is not None and self.lora.init_lora_weights in CHANGES_BASE:
             raise ValueError(
                 f"lora.init_lora_weights: {self.lora.init_lora_weights} changes the base, which quantization keeps; "
                 "use true, gaussian or orthogonal"
             )
         if self.adapter is not None and self.name is None:
-            raise ValueError("adapter needs its base as name: a config stands for random weights")
+            raise ValueError("adapter needs its base as name: a config means random weights")
         if self.name is None and self.config is None:
             raise ValueError("give name, or a config for random weights")
         if self.name is not None and self.config is not None:
@@ -311,12 +311,14 @@ class DatasetSection(Section):
             if isinstance(value, list) and ("messages" in columns or key not in ("system", "user", "assistant")):
                 raise ValueError(f"{key}: must be one name, got a list")
         if "messages" not in columns and ("user" in columns) != ("assistant" in columns):
-            raise ValueError("user and assistant, as columns, go together; as names of roles they need messages")
+            raise ValueError(
+                "give both user and assistant if they name columns; if they name roles, give messages as well"
+            )
         return columns
 
     @property
     def read_columns(self) -> list[str]:
-        """The columns of texts that an example is made of, in their order."""
+        """The text columns that make up an example, in order."""
         if self.format == "completion":
             return [self.prompt_column, self.completion_column]
         if self.format == "chat" and "messages" not in self.columns and "assistant" in self.columns:
@@ -328,7 +330,7 @@ class DatasetSection(Section):
 
     @property
     def draws_rows(self) -> bool:
-        """Whether eval_fraction draws rows, and takes no tail."""
+        """Whether eval_fraction draws rows at random instead of taking the tail."""
         return (
             self.held_out or ("tail" if self.format == "text" and self.group_column is None else "drawn")
         ) == "drawn"
@@ -394,7 +396,7 @@ def _refuse_float16(value: object) -> object:
     return value
 
 
-# Of transformers.optimization; constant schedules have none.
+# The arguments of schedules in transformers.optimization; constant schedules have none.
 SCHEDULE_ARGUMENTS = {
     "cosine": ("num_cycles",),
     "inverse_sqrt": ("timescale",),
@@ -491,7 +493,7 @@ class TrainingSection(Section):
 
     @property
     def num_warmup_steps(self) -> int:
-        """The steps of the warm-up, as transformers counts a ratio."""
+        """The number of warm-up steps. Ratios are converted as transformers does."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * self.max_steps)
 
     @model_validator(mode="after")
@@ -505,7 +507,7 @@ class TrainingSection(Section):
         if self.num_train_epochs is not None and "max_steps" in self.model_fields_set:
             raise ValueError(
                 f"give max_steps or num_train_epochs, got both ({self.max_steps} and {self.num_train_epochs:g}); "
-                "--set ~training.max_steps takes out the steps that a recipe has"
+                "--set ~training.max_steps removes the recipe's"
             )
         return self
 
@@ -606,13 +608,13 @@ class MeasureSection(Section):
         if self.eval_examples is not None and self.eval_batches is not None:
             raise ValueError(
                 f"give eval_examples or eval_batches, got both ({self.eval_examples} and {self.eval_batches}); "
-                "eval_batches: null gives up one that a base has"
+                "eval_batches: null removes the base's"
             )
         return self
 
 
 class CheckpointSection(Section):
-    """Checkpoints, from which a run can be resumed."""
+    """Checkpoints from which a run can be resumed."""
 
     every: PositiveInt = Field(50, description="Steps between checkpoints.")
     keep_last: PositiveInt = Field(2, description="Number of checkpoints to keep.")
@@ -630,7 +632,7 @@ class CheckpointSection(Section):
 
 
 class TargetSection(Section):
-    """The target that executes the plan. The options of its kind are further keys."""
+    """The target that executes the plan. Further keys are the options of its kind."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
@@ -683,9 +685,11 @@ class TargetOptions(Section):
     def _public_words(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if not VARIABLE_NAME.fullmatch(name):
-                raise ValueError(f"names are letters, digits and _, and begin with no digit; got {shorten(repr(name))}")
+                raise ValueError(
+                    f"names have letters, digits and _, and do not begin with a digit; got {shorten(repr(name))}"
+                )
             if "\0" in value:
-                raise ValueError(f"{name} holds a NUL character, which no environment can")
+                raise ValueError(f"{name} has a NUL character, which is not allowed")
             if SECRET.search(name):
                 raise ValueError(f"{name} looks like a secret, and a container's environment is public: mount a file")
         return env
@@ -693,7 +697,7 @@ class TargetOptions(Section):
     @model_validator(mode="after")
     def _even_nodes(self) -> Self:
         if self.processes % self.nodes:
-            text = f"are those of all nodes: must be a multiple of nodes: {self.nodes}, got {self.processes}"
+            text = f"counts all nodes, so it must be a multiple of nodes: {self.nodes}, got {self.processes}"
             raise _error_at(("processes",), self.processes, text)
         return self
 
@@ -789,18 +793,19 @@ class Recipe(Section):
             return recipe
         if "policy" in recipe.model_fields_set:
             raise _error_at(("schedule",), given, "give policy or schedule, got both")
-        return recipe.model_copy(update={"policy": []})  # not dense, which a reader would take for the whole
+        # Store an empty policy, because readers would take dense for the whole training
+        return recipe.model_copy(update={"policy": []})
 
     @model_serializer(mode="wrap")
     def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Write either policy or schedule: recipes without phases are written, and so identified, as ever."""
+        """Write either policy or schedule. Recipes without phases keep their serialised form, and so their ids."""
         written: dict[str, object] = handler(self)
         written.pop("schedule" if self.schedule is None else "policy", None)
         return written
 
     @property
     def phases(self) -> list[PolicyPhase[PolicyEntry]]:
-        """The parts of the training in their order, each with its policies; one without a schedule."""
+        """The parts of the training in order, each with its policies; one phase if there is no schedule."""
         schedule = None if self.schedule is None else [(phase.until, phase.policy) for phase in self.schedule]
         return lay_out(self.policy, schedule, self.training.max_steps)
 

@@ -1,4 +1,4 @@
-"""Which addresses of an MLflow store are accepted: known from the text alone, so that a wrong one is refused early."""
+"""Decide from its text alone whether an MLflow store's address is accepted, so that a wrong one is refused early."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ EXAMPLE = "sqlite:////absolute/path/mlflow.db"
 
 
 def find_problem(uri: str) -> str:
-    """Return what is wrong with an address, without its password; empty if it can be used: that of a server, or of a
-    database, whose sqlite file is absolute."""
+    """Return what is wrong with an address, without its password; empty if it is usable. Usable addresses are those of
+    a server, or of a database; the path of an sqlite file must be absolute."""
     scheme = uri.split("://", 1)[0].split("+", 1)[0].lower() if "://" in uri else ""
     if scheme not in DATABASES + SERVERS:
         return (
@@ -26,5 +26,5 @@ def find_problem(uri: str) -> str:
 
 
 def sqlite_file(uri: str) -> Path:
-    """Return the file of a ``sqlite:///`` URI; a relative path where the URI has one."""
+    """Return the file of a ``sqlite:///`` URI. The path is relative if the URI's path is."""
     return Path(uri.partition("://")[2].removeprefix("/").partition("?")[0])

@@ -1,6 +1,6 @@
-"""Installed kinds of targets (entry points), named targets (``targets.yaml``), and validation of a recipe's target.
+"""Find installed kinds of targets (entry points) and named targets (``targets.yaml``), and validate a recipe's target.
 
-A broken plugin is listed with its problem. Only the class of the requested target is imported.
+A broken plug-in is listed with its problem. Only the class of the requested target is imported.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class FoundTarget:
 
     @property
     def options_class(self) -> type[TargetOptions]:
-        """The class of its options; only the common ones if the plugin is broken."""
+        """The class of its options. For a broken plug-in, this is the class of the common options."""
         found: type[TargetOptions] = getattr(self.target_class, "options_class", TargetOptions)
         return found
 
 
 def find_targets() -> dict[str, FoundTarget]:
-    """Return every installed kind of target by name, sorted; broken ones carry their problem."""
+    """Return every installed kind of target by name, sorted. Broken ones carry their problem."""
     entries = entry_points(group=GROUP)
     return {name: _load(name, entries.select(name=name)) for name in sorted(entries.names)}
 
 
 def find_target(kind: str) -> FoundTarget:
-    """Return one installed kind of target. Raise UsageError if the kind is unknown or its plugin broken."""
+    """Return one installed kind of target. Raise UsageError if the kind is unknown or its plug-in is broken."""
     entries = entry_points(group=GROUP)
     if kind not in entries.names:
         known = [*sorted(entries.names), *named_targets()]
-        near = did_you_mean(kind, known)
-        raise UsageError(f"unknown target {shorten(repr(kind))}; known: {', '.join(known)}{near}")
+        cure = did_you_mean(kind, known) or "; `sparsebp targets` says in which file to define others"
+        raise UsageError(f"unknown target {shorten(repr(kind))}; known: {', '.join(known)}{cure}")
     found = _load(kind, entries.select(name=kind))
     if found.target_class is None:
         raise UsageError(f"target {kind!r} of {found.source} is broken: {found.problem}")
@@ -64,7 +64,7 @@ def find_target(kind: str) -> FoundTarget:
 
 
 def targets_file() -> Path:
-    """Return the file of named targets: ``$SPARSEBP_TARGETS``, else ``targets.yaml`` in the user's config folder."""
+    """Return the path of the file of targets: ``$SPARSEBP_TARGETS``, else ``targets.yaml`` in the config folder."""
     chosen = os.environ.get("SPARSEBP_TARGETS")
     if chosen:
         return Path(chosen).expanduser()
@@ -74,8 +74,8 @@ def targets_file() -> Path:
 
 
 def named_targets() -> dict[str, Node]:
-    """Return the user's named targets as mappings of a target's keys, in the order of the file; empty without a file.
-    Raise RecipeError if the file has another form, or a name is that of a kind."""
+    """Return the user's named targets, in file order, as mappings of target keys; empty if there is no file. Raise
+    RecipeError if the file has another form, or a name equals a kind."""
     file = targets_file()
     try:
         tree = read_document(read_bounded(file, LARGEST_BYTES).decode("utf-8-sig"), str(file))
@@ -97,8 +97,8 @@ def named_targets() -> dict[str, Node]:
 
 
 def merge_named_target(tree: Node) -> Node:
-    """Return a recipe's tree in which the keys of the named target supply those that the recipe does not give itself.
-    Without a named target, return the same tree."""
+    """Return a recipe's tree in which the named target supplies the keys that the recipe omits. Without a named target,
+    return the same tree."""
     if not isinstance(tree.content, dict):
         return tree
     target = tree.content.get("target")
@@ -115,8 +115,8 @@ def merge_named_target(tree: Node) -> Node:
 
 
 def check_target(section: Mapping[str, object]) -> tuple[TargetSection | None, list[FieldError]]:
-    """Validate the keys of a recipe's target. Return the target with all defaults filled in, and the errors, located
-    within the section."""
+    """Validate the keys of a recipe's target. Return the target with all defaults, and the errors, located within the
+    section. The target is None if there are errors."""
     kind = section.get("kind", "local")
     if not isinstance(kind, str):
         return None, []  # the schema has reported it
@@ -139,8 +139,8 @@ def check_target(section: Mapping[str, object]) -> tuple[TargetSection | None, l
 
 
 def named_target_section(name: str) -> TargetSection:
-    """Return the section of a kind or a named target, as a recipe with ``target: NAME`` would have it. Raise UsageError
-    if it is unknown or wrong."""
+    """Return the section of a kind or a named target, as ``target: NAME`` in a recipe gives it. Raise UsageError if the
+    target is unknown or invalid."""
     place = Place("")
     tree = merge_named_target(Node({"target": Node({"kind": Node(name, place)}, place)}, place))
     section = tree.plain["target"]
@@ -150,9 +150,9 @@ def named_target_section(name: str) -> TargetSection:
     except ValidationError as error:
         made, field_errors = None, describe_errors(error, TargetSection, section)
     if made is None or field_errors:
-        raise UsageError(
-            f"target {name}: {field_errors[0].key}: {field_errors[0].text}" if field_errors else f"no target {name!r}"
-        )
+        if not field_errors:
+            raise UsageError(f"no target {name!r}")
+        raise UsageError(": ".join(filter(None, (f"target {name}", field_errors[0].key, field_errors[0].text))))
     return made
 
 
@@ -168,11 +168,11 @@ def _load(name: str, entries: Iterable[EntryPoint]) -> FoundTarget:
     by_value = {entry.value: entry for entry in entries}
     sources = " and ".join(dict.fromkeys(find_source(entry) for entry in by_value.values()))
     if len(by_value) > 1:
-        return FoundTarget(name, sources, None, f"this name is offered more than once, by {sources}")
+        return FoundTarget(name, sources, None, f"this name is registered more than once, by {sources}")
     ((value, entry),) = by_value.items()
     try:
         target_class = entry.load()
-    except (Exception, SystemExit) as error:  # a plugin may fail in any way; its name and reason are shown
+    except (Exception, SystemExit) as error:  # a plug-in may fail in any way: show its name and the reason
         reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_REASON)
         return FoundTarget(name, sources, None, reason)
     options = getattr(target_class, "options_class", None)

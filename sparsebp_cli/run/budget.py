@@ -1,8 +1,8 @@
-"""How files are opened that come from somebody else (a run's folder, an archive, another machine), and how large
-they may be.
+"""Open untrusted files (a run's folder, an archive, another machine's files) with limits on their size.
 
-A few kilobytes can unpack to gigabytes, so every limit holds before the content is in memory. A pipe waits for ever,
-and a device has no end: so files of a run are opened by this module, to which a test holds the packages that do.
+A few kilobytes can unpack to gigabytes, so every limit applies before the content is in memory. Reading a pipe may
+block for ever, and a device may never end. So only this module opens files of a run; a test checks this for the
+packages that read them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, FileIO, UnsupportedOperation
 from pathlib import Path
-from typing import IO, Any, ClassVar, NoReturn, Protocol, Self
+from typing import IO, Any, ClassVar, NoReturn, Self
 
 from sparsebp_cli.errors import UsageError
 
 MIB = 1 << 20
-LARGEST_PLAN = 4 * MIB  # ours have some kilobytes, and up to 200,000 characters of uncommitted changes
-LARGEST_SMALL = MIB  # of labels and the like
+LARGEST_PLAN = 4 * MIB  # ours have a few kilobytes, and up to 200,000 characters of uncommitted changes
+LARGEST_SMALL = MIB  # of labels and similar files
 LARGEST_JOURNAL = 2 << 30
-LARGEST_ARTIFACT = 64 * MIB  # of a run in a store: its journal without the metrics of steps
-LONGEST_LINE = 16 * MIB  # of a journal: the losses of half a million validation examples
-LARGEST_HEADER = 64 * 1024  # of a member of an archive with a long name: a path has 4,096 bytes
+LARGEST_ARTIFACT = 64 * MIB  # of a run in a store: its event log without per-step metrics
+LONGEST_LINE = 16 * MIB  # of an event log: the losses of half a million validation examples
+LARGEST_HEADER = 64 * 1024  # of an archive member with a long name: a path has at most 4,096 bytes
 LARGEST_HEADERS = 16 * MIB  # of all members together
-MOST_MEMBERS = 20_000  # 4,000 runs in an archive; a run's folder has some hundred
+MOST_MEMBERS = 20_000  # 4,000 runs in an archive; a run's folder has a few hundred
 EXTENDED = {
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -41,12 +41,20 @@ EXTENDED = {
 
 
 class BudgetError(UsageError):
-    """Something is larger than it can be in a run of SparseBP."""
+    """A file or archive is larger than any that SparseBP writes for a run."""
+
+
+def size_of(file: Path) -> int:
+    """Return a file's size in bytes; 0 if it does not exist."""
+    try:  # one system call: the folder may be deleted between two
+        return file.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def open_regular(file: Path) -> BufferedReader:
-    """Open a file to read. Raises ``OSError`` if it cannot be read, and ``UnsupportedOperation``, which is an
-    ``OSError`` and a ``ValueError``, for what is no regular file: a pipe waits for ever, a device has no end."""
+    """Open a file for reading. Raise ``OSError`` if it cannot be read. Raise ``UnsupportedOperation`` (an ``OSError``
+    and a ``ValueError``) if it is not a regular file: a pipe may block for ever, a device may never end."""
     # O_NONBLOCK: opening a pipe would wait for its writer.
     opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
@@ -56,13 +64,13 @@ def open_regular(file: Path) -> BufferedReader:
 
 
 def open_to_append(file: Path) -> FileIO:
-    """Open a file, or make it, to append without a buffer. Raises ``OSError`` as :func:`open_regular` does: opening a
-    pipe to write waits for a reader, which may never come."""
+    """Open or create a file to append, unbuffered. Raise ``OSError`` as :func:`open_regular` does: opening a pipe for
+    writing would wait for a reader."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         opened = os.open(file, flags, 0o666)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # of a pipe without a reader, and of a socket
+        if error.errno != errno.ENXIO:  # a pipe without a reader, or a socket
             raise
         raise UnsupportedOperation(f"{file} is not a regular file") from None
     if not stat.S_ISREG(os.fstat(opened).st_mode):
@@ -72,8 +80,8 @@ def open_to_append(file: Path) -> FileIO:
 
 
 def read_bounded(file: Path, largest: int) -> bytes:
-    """Return the content of a file of at most so many bytes. Raises ``ValueError`` for a larger one, and one that is
-    no regular file; ``OSError`` if it cannot be read."""
+    """Return the content of a file of at most ``largest`` bytes. Raise ``ValueError`` if it is larger or not a regular
+    file, ``OSError`` if it cannot be read."""
     with open_regular(file) as stream:
         content = stream.read(largest + 1)
     if len(content) > largest:
@@ -82,8 +90,8 @@ def read_bounded(file: Path, largest: int) -> bytes:
 
 
 def read_json(file: Path, largest: int) -> Any:
-    """Return what a file of JSON of at most so many bytes holds. Raises as :func:`read_bounded` does, and
-    ``ValueError`` for what is no JSON or is nested too deeply."""
+    """Return the content of a JSON file of at most ``largest`` bytes. Raise as :func:`read_bounded` does, and
+    ``ValueError`` if it is not JSON or is nested too deeply."""
     try:
         return json.loads(read_bounded(file, largest))
     except RecursionError:
@@ -91,14 +99,13 @@ def read_json(file: Path, largest: int) -> Any:
 
 
 _limit_lock = threading.Lock()
-_limits: list[int] = []  # in force now, one a block
+_limits: list[int] = []  # limits in force, one for each open block
 
 
 @contextmanager
 def limit_files(largest: int) -> Iterator[None]:
-    """Let no file that this process or a child writes meanwhile become larger: such a write raises ``OSError``. It
-    bounds what a library downloads, whose own buffers nobody else can count. Of several blocks at once the largest
-    limit is in force."""
+    """Limit every file that this process or a child writes in this block; larger writes raise ``OSError``. This bounds
+    downloads of libraries, whose buffers cannot be counted. If several blocks are open, the largest limit applies."""
     with _limit_lock:
         _limits.append(largest)
         _apply_limits()
@@ -121,7 +128,7 @@ def _apply_limits() -> None:
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
-    """Yield each line with its number of bytes; None for one that is longer than a journal's can be."""
+    """Yield each line and its number of bytes. Yield None for a line that is longer than an event log allows."""
     while line := stream.readline(LONGEST_LINE):
         size = len(line)
         is_long = size == LONGEST_LINE and not line.endswith(b"\n")
@@ -130,31 +137,24 @@ def read_lines(stream: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
         yield (None, size) if is_long and line.endswith(b"\n") else (line, size)
 
 
-class Readable(Protocol):
-    """A stream of bytes, as far as a tar file needs it."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return up to ``size`` bytes; fewer only at the end."""
-
-
-def open_tar(stream: Readable) -> tarfile.TarFile:
-    """Open a tar stream whose headers and members are counted before tarfile reads what belongs to them; read it with
+def open_tar(stream: Any) -> tarfile.TarFile:
+    """Open a tar stream that counts headers and members before tarfile reads their content. Read it with
     :func:`read_members`."""
 
-    # A class of its own: tarfile makes the members, and the counts are those of one archive.
+    # A class for each archive, because tarfile creates the members and the counts belong to one archive.
     class CountedInfo(_CountedInfo):
-        num_members = header_bytes = 0  # of this archive
+        num_members = header_bytes = 0
 
-    archive: tarfile.TarFile = tarfile.open(  # type: ignore[call-overload]  # noqa: SIM115 - the caller closes it
+    archive: tarfile.TarFile = tarfile.open(  # noqa: SIM115 - the caller closes it
         fileobj=stream, mode="r|", errorlevel=2, tarinfo=CountedInfo
     )
     return archive
 
 
 def read_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an opened archive. Raises ``BudgetError`` for too many, and for one that is too large."""
+    """Yield the members of an opened archive. Raise ``BudgetError`` if there are too many, or a header is too large."""
     for member in archive:
-        archive.members = []  # type: ignore[attr-defined]  # tarfile would keep all of them
+        archive.members = []  # type: ignore[attr-defined]  # else tarfile keeps all of them
         yield member
 
 
@@ -178,9 +178,10 @@ class _CountedInfo(tarfile.TarInfo):
             _refuse_holes()
         return found
 
-    def _proc_gnusparse_10(self, *_: object) -> None:  # of tarfile, private: reads a list of any length
+    # Overrides a private method of tarfile, which reads a list of any length.
+    def _proc_gnusparse_10(self, *_: object) -> None:
         _refuse_holes()
 
 
 def _refuse_holes() -> NoReturn:
-    raise BudgetError("a member is a file with holes, which a few bytes make as large as one likes")
+    raise BudgetError("a member is a sparse file, which is refused")

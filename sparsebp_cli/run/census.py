@@ -1,6 +1,6 @@
-"""The census of a run's data: what was read, dropped and cut on each side, and what of it is worth a warning.
+"""Summarise a run's data statistics (census): what each split read, dropped and cut, and which warnings follow.
 
-It is plain data, so that it crosses to the journal, to MLflow and to programs as it is::
+Statistics are plain data, so the event log, MLflow and programs get them unchanged::
 
     {"splits": {"train": {"rows": 90, "examples": 88, "dropped": {"the prompt fills max_seq_length": 2}, "cut": 1,
                           "cut_reasons": {...}, "tokens": 4000, "targets": 1600, "target_share": 0.4,
@@ -22,8 +22,9 @@ from sparsebp_cli.run.text_fault import describe_fault, judge_fault
 Census = Mapping[str, Any]
 
 
-MOST_LOST = 0.1  # share of the rows of a split from which a loss is a warning
-MOST_CLASSES = 5  # that a warning names
+MOST_LOST = 0.1  # larger fractions of lost rows in a split cause a warning
+MOST_CLASSES = 5  # at most so many are named in a warning
+# Keys in which two runs' statistics are compared.
 COMPARED = (
     "rows",
     "examples",
@@ -32,11 +33,11 @@ COMPARED = (
     "tokens",
     "targets",
     "classes",
-)  # by which two censuses are told apart
+)
 
 
 def find_warnings(census: Census) -> Iterator[tuple[Literal["info", "warning"], str]]:
-    """Yield what a person should know of a census, a line each, with numbers."""
+    """Yield findings that a user should see, one line each, with numbers."""
     for name, split in census["splits"].items():
         for lost, verb in ((split["dropped"], "dropped"), (split["cut_reasons"], "cut")):
             many = sum(lost.values())
@@ -46,7 +47,7 @@ def find_warnings(census: Census) -> Iterator[tuple[Literal["info", "warning"], 
                 level: Literal["info", "warning"] = "warning" if many > MOST_LOST * split["rows"] else "info"
                 yield level, f"data: {many} of {split['rows']} {name} rows are {verb}: {reasons}"
     for name, split in census["splits"].items():
-        for fault in split.get("texts", {}).get("faults", ()):  # a run of 0.5 has none
+        for fault in split.get("texts", {}).get("faults", ()):  # runs of 0.5 have no "texts"
             yield "info" if judge_fault(fault) == "info" else "warning", f"data: {name}: {describe_fault(fault)}"
     known = dict.fromkeys(label for split in census["splits"].values() for label in split["classes"])
     for name, split in census["splits"].items():
@@ -58,11 +59,11 @@ def find_warnings(census: Census) -> Iterator[tuple[Literal["info", "warning"], 
         one, other = pair.split(", ")
         if number:
             rows = census["splits"][other]["rows"]
-            yield "warning", f"data: {number} of {rows} {other} rows stand in {one} as well"
+            yield "warning", f"data: {number} of {rows} {other} rows are in {one} as well"
 
 
 def summarise_census(census: Census) -> str:
-    """Return the part of a census in which two runs should be alike, as one line for each split."""
+    """Return the statistics that should agree between two runs, in one line, split by split."""
     parts = []
     for name, split in census["splits"].items():
         lost = sum(split["dropped"].values())

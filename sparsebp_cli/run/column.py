@@ -1,4 +1,4 @@
-"""Columns of numbers. What is long lies in a temporary file, so the memory of a reader does not grow with a run."""
+"""Columns of numbers that keep full blocks in a temporary file, so that a reader's memory does not grow with a run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any, Generic, TypeVar, overload
 
 Number = TypeVar("Number", int, float)
 
-BLOCK = 8192  # numbers of a full block: 64 KiB
-MOST_RECENT = 64  # full blocks in memory, those of all columns together: 4 MiB
+BLOCK = 8192  # numbers in a full block: 64 KiB
+MOST_RECENT = 64  # full blocks kept in memory over all columns: 4 MiB
 
 
 class Column(Sequence[Number]):
-    """Numbers in the order of their places. Full blocks are in the file, the rest is in memory."""
+    """A growing sequence of numbers. Full blocks are in the file, the rest is in memory."""
 
     def __init__(self, code: str, numbers: Iterable[Number] = ()) -> None:
-        """Begin with some numbers; ``code`` is their type: q for int, d for float."""
+        """Start with some numbers. ``code`` is their array type: q for int, d for float."""
         self._blocks: list[_Block[Number]] = []
-        self._starts: list[int] = []  # places of the first number of each block
+        self._starts: list[int] = []  # index of the first number of each block
         self._rest: array[Number] = array(code)
         self._rest_start = 0
         self.extend(numbers)
@@ -57,18 +57,16 @@ class Column(Sequence[Number]):
         yield from self._rest
 
     def append(self, number: Number) -> None:
-        """Add a number at the end."""
         self._rest.append(number)
         if len(self._rest) >= BLOCK:
             self._put_away()
 
     def extend(self, numbers: Iterable[Number]) -> None:
-        """Add numbers at the end."""
         for number in numbers:
             self.append(number)
 
     def insert(self, place: int, number: Number) -> None:
-        """Add a number before the one at ``place``."""
+        """Insert a number before index ``place``."""
         if place >= self._rest_start:
             self._rest.insert(place - self._rest_start, number)
             if len(self._rest) >= BLOCK:
@@ -86,7 +84,7 @@ class Column(Sequence[Number]):
         self._rest_start += 1
 
     def copy(self) -> Column[Number]:
-        """Return a copy; full blocks, which never change, are shared."""
+        """Return a copy that shares the full blocks, which never change."""
         found: Column[Number] = Column(self._rest.typecode)
         found._blocks, found._starts = self._blocks[:], self._starts[:]
         found._rest, found._rest_start = self._rest[:], self._rest_start
@@ -103,7 +101,7 @@ class Column(Sequence[Number]):
 
 
 class _File:
-    """A file without a name. A place that is given back is used again, so it grows only with what is held at once."""
+    """An unnamed temporary file. Freed blocks are reused, so it grows only with the data held at once."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with this object, or at the end
@@ -112,7 +110,7 @@ class _File:
         self._end = 0
 
     def write(self, content: bytes) -> int:
-        """Write at most a block; return its place. Raises ``OSError`` if there is no room."""
+        """Write at most one block and return its offset. Raise ``OSError`` if the disk is full."""
         try:
             place = self._free.pop()
         except IndexError:
@@ -127,17 +125,16 @@ class _File:
         return place
 
     def read(self, place: int, size: int) -> bytes:
-        """Return what was written at a place."""
         return os.pread(self._file.fileno(), size, place)
 
     def give_back(self, place: int) -> None:
-        """Let a place be used again."""
+        """Free the block at an offset for reuse."""
         self._free.append(place)
 
 
 _lock = threading.RLock()
 _file: _File | None = None
-_recent: OrderedDict[_Block[Any], array[Any]] = OrderedDict()  # the one read last is the last
+_recent: OrderedDict[_Block[Any], array[Any]] = OrderedDict()  # most recently read last
 
 
 def _forget_file() -> None:
@@ -149,12 +146,12 @@ os.register_at_fork(after_in_child=_forget_file)
 
 
 class _Block(Generic[Number]):
-    """Numbers that do not change any more, in the file; in memory where that cannot be written."""
+    """An immutable block of numbers, kept in the file; in memory if the file cannot be written."""
 
     __slots__ = ("_code", "_file", "_held", "_place", "_size")
 
     def __init__(self, numbers: array[Number]) -> None:
-        global _file  # noqa: PLW0603 - made with the first block
+        global _file  # noqa: PLW0603 - created with the first block
         self._code, self._size = numbers.typecode, len(numbers) * numbers.itemsize
         self._file: _File | None = None
         self._held: array[Number] | None = numbers
@@ -164,7 +161,7 @@ class _Block(Generic[Number]):
             self._file, self._held = _file, None
 
     def read(self) -> array[Number]:
-        """Return the numbers; the caller does not change them."""
+        """Return the numbers. The caller must not change them."""
         if self._held is not None:
             return self._held
         with _lock:
@@ -179,6 +176,6 @@ class _Block(Generic[Number]):
         return found
 
     def __del__(self) -> None:
-        with suppress(AttributeError, TypeError):  # at the end of the interpreter
+        with suppress(AttributeError, TypeError):  # globals may be gone when the interpreter exits
             if self._file is not None:
                 self._file.give_back(self._place)

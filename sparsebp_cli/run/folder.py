@@ -45,12 +45,13 @@ from sparsebp_cli.run.record import State
 from sparsebp_cli.run.visible import mask
 
 SHORTEST_PREFIX = 3
-# Beside the runs: one rename needs no other file system, no new folder and no inode. See decision 7.
-DELETED = ".deleted-"  # begins the name of a run that is being deleted
-CACHE = "cache"  # folder of what policies of this run keep and can compute again; removed at its end, sent nowhere
-LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state holds a shared lock for a moment
+# Deleting renames a run beside the others: this needs no other file system, new folder or inode. See decision 7.
+DELETED = ".deleted-"  # prefix of the name of a run that is being deleted
+# Folder for what this run's policies keep and can recompute. It is removed at the end of the run and sent nowhere.
+CACHE = "cache"
+LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state briefly holds a shared lock
 
-# What every reader of a plan needs, and its type.
+# Keys of a plan that every reader needs, and their types.
 NEEDED: dict[tuple[str, ...], type | tuple[type, ...]] = {
     ("recipe",): dict,
     ("recipe", "name"): str,
@@ -62,64 +63,61 @@ _SIGHTS = {"waiting": State.QUEUED, "working": State.RUNNING}
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run on this machine's disk; the name of its folder is the run id."""
+    """A run on this machine's disk. Its folder's name is the run id."""
 
     path: Path
 
     @property
     def run_id(self) -> str:
-        """The run's id."""
         return self.path.name
 
     @property
     def plan_file(self) -> Path:
-        """The plan."""
         return self.path / "plan.json"
 
     @property
     def trial_file(self) -> Path:
-        """The trial of ``run --until-ci`` that the run is part of, and its interim analyses."""
+        """The file about the ``run --until-ci`` trial that the run belongs to, with its interim analyses."""
         return self.path / "trial.json"
 
     @property
     def journal_file(self) -> Path:
-        """All results, line by line."""
         return self.path / JOURNAL
 
     @property
     def log_file(self) -> Path:
-        """Output of the worker."""
         return self.path / "worker.log"
 
     @property
     def cancel_file(self) -> Path:
-        """Exists once a user has asked to cancel the run."""
+        """A file that exists once a user has asked to cancel the run."""
         return self.path / "cancelled"
 
     @property
     def request_file(self) -> Path:
-        """Request to the process that watches a run elsewhere."""
+        """The request to the process that watches a run on another target."""
         return self.path / "request"
 
     @property
     def target_file(self) -> Path:
-        """The processes that work on the run."""
+        """The file that names the processes working on the run."""
         return self.path / "target.json"
 
     def is_gone(self) -> bool:
-        """Return whether the folder was moved or deleted while somebody works at the run."""
+        """Return whether the folder was moved or deleted while a process works on the run."""
         return not self.plan_file.exists()
 
     def describe_move(self) -> str:
-        """Say that the folder is gone, and how the run goes on."""
+        """Return an explanation that the folder is gone, and how to continue the run."""
         return (
-            f"its folder {self.path} was moved or deleted while it was at work: with SPARSEBP_HOME set to where it is "
+            f"its folder {self.path} was moved or deleted during the run: with SPARSEBP_HOME set to where it is "
             f"now, `sparsebp resume {self.run_id}` goes on from its last checkpoint"
         )
 
     def read_plan(self) -> dict[str, Any]:
-        """Return the content of ``plan.json``, without its schema: runs of other versions and of plugins that are not
-        here stay readable. Raise ``RunNotFoundError`` if it is missing, or damaged in what every reader needs."""
+        """Return the content of ``plan.json``, not validated against its schema. So runs of other versions and of
+        missing plug-ins stay readable. Raise ``RunNotFoundError`` if the file is missing, or a key that every reader
+        needs is damaged."""
         try:
             plan: dict[str, Any] = read_json(self.plan_file, LARGEST_PLAN)
             for keys, kind in NEEDED.items():
@@ -138,7 +136,7 @@ class RunFolder:
         return plan
 
     def brief(self) -> tuple[str, float]:
-        """Return name and creation time (seconds since 1970), also of a plan that is damaged elsewhere."""
+        """Return name and creation time (seconds since 1970), even if other parts of the plan are damaged."""
         try:
             plan = read_json(self.plan_file, LARGEST_PLAN)
             return str(plan["recipe"]["name"]), float(plan["created"])
@@ -146,7 +144,7 @@ class RunFolder:
             return "?", 0.0
 
     def state(self) -> State:
-        """Return the run's state, derived from locks and journal, so it is right even if processes died silently."""
+        """Return the run's state. It is derived from locks and event log, so it is right after a silent death."""
         # See decision 2.
         state = self._recorded_state()
         if state in {State.QUEUED, State.INTERRUPTED} and self.cancel_file.exists():
@@ -158,7 +156,7 @@ class RunFolder:
             return State.RUNNING
         watched = self.is_locked("target")
         before, sight = self._read_launch()
-        if sight not in {"", "over"}:  # it runs elsewhere, and only the watching process asks the target for its state
+        if sight not in {"", "over"}:  # it runs elsewhere: only the watching process asks the target
             return _SIGHTS.get(sight, State.UNREACHABLE) if watched else State.UNREACHABLE
         found = find_outline(self.path)
         attempts, end = found.attempts, found.end
@@ -166,17 +164,18 @@ class RunFolder:
             return State.QUEUED
         if end is not None:
             return end
-        # Since the first check a worker may have started, or have died before its watcher recorded how.
+        # Since the first check a worker may have started, or died before its watcher recorded how.
         if watched or self.is_locked("worker"):
             return State.RUNNING
         return State.INTERRUPTED if attempts or before is not None else State.QUEUED
 
     def ended(self) -> State | None:
-        """Return how the last attempt ended, by the journal alone; None if the journal does not say."""
+        """Return how the last attempt ended according to the event log; None if it does not say."""
         return find_outline(self.path).end
 
     def _read_launch(self) -> tuple[int | None, str]:
-        """Return the number of attempts before the newest start (None: there was none), and its last sight."""
+        """Return the number of attempts before the newest start (None if it never started), and the last state that the
+        watching process saw."""
         try:
             launch = read_json(self.target_file, LARGEST_SMALL)
             sight = launch.get("sight")
@@ -186,11 +185,11 @@ class RunFolder:
         except FileNotFoundError:
             return None, ""
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            # Unreadable is not absent: elsewhere a worker may be alive, and only the target knows.
+            # An unreadable file may hide a worker that is alive elsewhere; only the target knows.
             return 0, str(State.UNREACHABLE) if self.is_elsewhere() else ""
 
     def is_elsewhere(self) -> bool:
-        """Return whether the plan names a target other than this machine; False for a plan that cannot be read."""
+        """Return whether the plan names a target other than this machine. Return False if the plan cannot be read."""
         try:
             return bool(read_json(self.plan_file, LARGEST_PLAN)["recipe"]["target"]["kind"] != "local")
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -210,7 +209,7 @@ class RunFolder:
     def is_locked(self, role: str) -> bool:
         """Return whether a living process holds the lock of a role."""
         try:
-            # By hand: FileLock would make a file that is missing, and shut out other readers.
+            # Do not use FileLock: it would create a missing file and lock out other readers.
             descriptor = os.open(self.path / f"{role}.lock", os.O_RDONLY)
         except FileNotFoundError:
             return False
@@ -224,7 +223,7 @@ class RunFolder:
 
 
 def _check_policies(recipe: dict[str, Any]) -> None:
-    """Raise LookupError, TypeError or AttributeError if a stored recipe is damaged where it names its policies."""
+    """Raise LookupError, TypeError or AttributeError if the policies of a stored recipe are damaged."""
     for phase in read_phases(recipe):
         key = ".".join(map(str, ("recipe", *phase.key)))
         if not isinstance(phase.policies, list):
@@ -235,7 +234,7 @@ def _check_policies(recipe: dict[str, Any]) -> None:
 
 
 def home() -> Path:
-    """Return the folder of all files of SparseBP: ``$SPARSEBP_HOME``, else the user's data folder."""
+    """Return SparseBP's data folder: ``$SPARSEBP_HOME``, else the user's data folder."""
     chosen = os.environ.get("SPARSEBP_HOME")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -245,19 +244,19 @@ def home() -> Path:
 
 
 def is_shared() -> bool:
-    """Return whether other users may read what runs write, as far as the umask allows: ``SPARSEBP_SHARED=1``."""
+    """Return whether other users may read a run's files, as far as the umask allows: ``SPARSEBP_SHARED=1``."""
     return os.environ.get("SPARSEBP_SHARED", "") not in {"", "0"}
 
 
 def keep_private() -> None:
-    """Make files private that this process and its children write from now on, unless runs are shared."""
+    """Make new files of this process and its children private, unless runs are shared."""
     if not is_shared():
         os.umask(0o077)
 
 
 def create_run(run_id: str) -> RunFolder:
-    """Create the folder of a new run. Only its owner can enter it, unless runs are shared. Raise ``OSError`` on a file
-    system without locks, on which nothing could tell whether a run is alive."""
+    """Create the folder of a new run. Only its owner can enter it, unless runs are shared. Raise ``OSError`` if the
+    file system has no locks, because the run's state would then be unknown."""
     check_locks(home() / "runs")
     path = home() / "runs" / run_id
     durable.make_folder(path, mode=0o777 if is_shared() else 0o700)
@@ -265,7 +264,7 @@ def create_run(run_id: str) -> RunFolder:
 
 
 def check_locks(folder: Path) -> None:
-    """Raise ``OSError`` if no file in a folder can be locked, as on some network file systems. Makes the folder."""
+    """Create the folder and raise ``OSError`` if files in it cannot be locked, as on some network file systems."""
     durable.make_folder(folder, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=durable.PART) as file:
         try:
@@ -276,7 +275,7 @@ def check_locks(folder: Path) -> None:
 
 
 def list_folders(place: Path) -> Iterator[Path]:
-    """Yield the folders of runs in a folder. A run that is being deleted is none any more."""
+    """Yield the run folders in a folder, without runs that are being deleted."""
     return (plan.parent for plan in place.glob("*/plan.json") if not plan.parent.name.startswith(DELETED))
 
 
@@ -286,14 +285,14 @@ def list_runs() -> list[RunFolder]:
 
 
 def _name_runs() -> dict[RunFolder, str]:
-    """Return the name of every run, newest first; each plan is read once."""
+    """Map every run to its name, newest first. Each plan is read once."""
     folders = map(RunFolder, list_folders(home() / "runs"))
     found = {run: run.brief() for run in folders}
     return {run: found[run][0] for run in sorted(found, key=lambda run: (found[run][1], run.run_id), reverse=True)}
 
 
 def find_deleted(error: OSError) -> str:
-    """Return a sentence where a file is missing because its run was deleted by somebody else; empty otherwise."""
+    """Return a sentence if the file is missing because its run was deleted; else an empty string."""
     folder = home() / "runs"
     place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path()
     if error.errno != errno.ENOENT or not place.is_relative_to(folder) or place == folder:
@@ -302,12 +301,20 @@ def find_deleted(error: OSError) -> str:
     return "" if run.exists() else f"run {run.name} was deleted meanwhile"
 
 
+def is_file(path: Path) -> bool:
+    """Return whether the file exists. A user's word may be an invalid file name, for example one of 300 bytes."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def find_run(word: str) -> list[RunFolder]:
-    """Return the runs that a word refers to: an id, a unique prefix of one (3 digits or more), a run's folder, a
-    recipe's name (all its runs, oldest first), ``@last`` or ``@N`` (the newest N, oldest first), ``@TAG``. Raise
-    RunNotFoundError if there is none, or a prefix is not unique."""
-    # A word with a slash is never looked up inside of the store.
-    if word == Path(word).name and (home() / "runs" / word / "plan.json").is_file():
+    """Return the runs that a word refers to. It may be an id, a unique prefix of one (3 digits or more), a run's
+    folder, a recipe's name (all its runs, oldest first), ``@last`` or ``@N`` (the newest N, oldest first), or ``@TAG``.
+    Raise RunNotFoundError if no run matches, or a prefix is not unique."""
+    # A word with a slash is never looked up inside the runs folder.
+    if word == Path(word).name and is_file(home() / "runs" / word / "plan.json"):
         return [RunFolder(home() / "runs" / word)]
     named = _name_runs()
     runs = list(named)
@@ -321,7 +328,7 @@ def find_run(word: str) -> list[RunFolder]:
                 + ("" if count.isdecimal() else ", or the tag of a run")
             )
         return runs[: int(count)][::-1]
-    if os.sep in word and (Path(word) / "plan.json").is_file():
+    if os.sep in word and is_file(Path(word) / "plan.json"):
         return [RunFolder(Path(word).absolute())]
     if same := [run for run, name in named.items() if name == word]:
         return same[::-1]

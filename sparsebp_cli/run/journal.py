@@ -50,18 +50,18 @@ from sparsebp_cli.run.series import Series, add_together
 FILE = "journal.jsonl"
 OUTLINE = "outline.json"
 VERSION = 1
-ADDED = ("test_examples", "samples", "scores")  # parts that the records of older runs lack
+ADDED = ("test_examples", "samples", "scores")  # parts that the logs of older runs lack
 MOST_UNREADABLE = 4  # places that are named; a list of runs shows no more
 
 
 class JournalWriter:
-    """Appends records. Opening a journal truncates a last line that a killed process left half written."""
+    """Append records to the event log. Opening a log truncates a last line that a killed process left incomplete."""
 
     path: Path
     attempt: int
 
     def __init__(self, run_folder: Path, *, durable: bool = True) -> None:
-        """Open the journal in an existing run folder for a new attempt; the caller holds the run's lock. If not
+        """Open the event log in an existing run folder for a new attempt. The caller must hold the run's lock. If not
         ``durable``, :meth:`flush` does not wait for the disk."""
         self.path = run_folder / FILE
         self.durable = durable
@@ -72,13 +72,13 @@ class JournalWriter:
         is_new = not self.path.exists()
         self._file = open_to_append(self.path)
         if is_new and durable:
-            # The name of a new file has to reach the disk as well.
+            # The name of a new file must reach the disk too.
             sync(run_folder)
         if self._file.seek(0, os.SEEK_END) != good:
             self._file.truncate(good)
 
     def write(self, kind: str, **fields: object) -> None:
-        """Append one record; numbers that are not finite become text, because JSON cannot represent them."""
+        """Append one record. Convert numbers that are not finite to text, because JSON cannot represent them."""
         record: dict[str, object] = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
         if "values" in record:
             record["values"] = to_json(record["values"])
@@ -87,21 +87,20 @@ class JournalWriter:
         try:
             while line:
                 line = line[self._file.write(line) :]
-        except OSError:  # for example a full disk: remove the partial line, or the next record would continue it
+        except OSError:  # for example a full disk: remove the partial line, else the next record would continue it
             self._file.truncate(begin)
             raise
 
     def flush(self) -> None:
-        """Wait until all records are on the disk; called before a checkpoint becomes visible."""
+        """Wait until all records are on the disk. Must be called before a checkpoint becomes visible."""
         if self.durable:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close."""
         if not self._file.closed:
             self.flush()
             self._file.close()
-            # It is cached now, so that no list has to read this journal.
+            # Cache the outline now, so that no list has to read this log.
             find_outline(self.path.parent)
 
     def __enter__(self) -> Self:
@@ -112,16 +111,16 @@ class JournalWriter:
 
 
 def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[Record, int]]:
-    """Yield every complete record after an offset, with the byte offset of its end. A line that holds no record is
-    skipped, and a last line without its end is left for later."""
+    """Yield every complete record after a byte offset, with the offset of its end. Skip lines without a valid record,
+    and leave an incomplete last line for later."""
     for record, end in scan(run_folder, offset):
         if record is not None:
             yield record, end
 
 
 def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[Record | None, int]]:
-    """Yield every complete line as :func:`read` does, with None for one that holds no record, and for a journal that is
-    no regular file."""
+    """Yield every complete line as :func:`read` does. Yield None for a line without a valid record, and for a log that
+    is not a regular file."""
     try:
         file = open_regular(run_folder / FILE)
     except FileNotFoundError:
@@ -139,8 +138,7 @@ def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[Record | None, int
 
 
 def find_outline(run_folder: Path) -> Outline:
-    """Return the outline of a journal, from its cache or by reading it; the outline of a journal that ended is
-    cached."""
+    """Return the outline of an event log, from its cache or by reading it. Cache the outline once the log has ended."""
     stamp = read_stamp(run_folder)
     if kept := read_outline(run_folder, stamp):
         return kept
@@ -152,14 +150,14 @@ def find_outline(run_folder: Path) -> Outline:
     return found
 
 
-# Of journals that were written before records had a cause, which their text told.
+# Older event logs have no cause in their records, only a text that implies it.
 _OLD_DIVERGED = re.compile(r"diverged: |the (loss|gradient norm) is (nan|-?inf)")
 _OLD_LIMIT = re.compile(r"training\.max_(seconds|cost): ")
 
 
 def name_cause(record: EndRecord) -> EndRecord:
-    """Return a copy of an end record with its cause: ``diverged`` (the loss or a gradient was no number) or ``limit``
-    (of time or work, before the last step); without one if neither ended the attempt."""
+    """Return a copy of an end record with its cause. The cause is ``diverged`` (the loss or a gradient was not finite)
+    or ``limit`` (of time or work, before the last step); it is left out if neither ended the attempt."""
     found = record.copy()
     if "cause" not in record and record["status"] == "failed" and _OLD_DIVERGED.match(record["text"]):
         found["cause"] = "diverged"
@@ -170,7 +168,7 @@ def name_cause(record: EndRecord) -> EndRecord:
 
 @dataclass
 class History:
-    """The content of a journal, with repeated steps merged."""
+    """The content of an event log, with repeated steps merged."""
 
     # metric name to step to (time in seconds since 1970, value)
     metrics: MutableMapping[str, Series] = field(default_factory=dict)
@@ -178,23 +176,23 @@ class History:
     environments: list[dict[str, object]] = field(default_factory=list)  # one per attempt
     notes: list[tuple[int, str, str]] = field(default_factory=list)  # (attempt, level, text), in order
     ends: list[EndRecord] = field(default_factory=list)  # the end records, in order
-    # (attempt, from_step) pairs, to leave warm-up steps out of statistics
+    # (attempt, from_step) pairs, to exclude warm-up steps from statistics
     warm: list[tuple[int, int]] = field(default_factory=list)
     layers: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)  # step to layer to its metrics
     # validation: step to loss, targets and documents of every example
     examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # the same of the test split
+    test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # the same for the test split
     # split to step to the prompts, references and predictions of the first generated texts
     samples: dict[str, dict[int, dict[str, list[str]]]] = field(default_factory=dict)
-    scores: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # step to metric to each example's share
-    memory: dict[int, CurveValues] = field(default_factory=dict)  # step to its memory curve, as in the journal
-    # step to the columns and the row of each of the modules
+    scores: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # step to metric to each example's score
+    memory: dict[int, CurveValues] = field(default_factory=dict)  # step to its memory curve, as stored
+    # step to the columns and each module's row
     proofs: dict[int, ProofValues] = field(default_factory=dict)
-    unreadable: list[str] = field(default_factory=list)  # parts that hold no record, such as "line 7"
+    unreadable: list[str] = field(default_factory=list)  # parts without a valid record, such as "line 7"
 
     @classmethod
     def load(cls, run_folder: Path) -> History:
-        """Read a run's whole journal; an absent one is an empty history."""
+        """Read a run's whole event log. If it is missing, return an empty history."""
         history = cls()
         for number, (record, _) in enumerate(scan(run_folder), 1):
             if record is None:
@@ -204,15 +202,15 @@ class History:
         return history
 
     def find_metric(self, name: str) -> Metric | None:
-        """Return a metric by its name, with unit and direction: one of SparseBP's or of the recipe's; None: unknown."""
+        """Return a metric of SparseBP or of the recipe by name, with unit and direction; None if unknown."""
         return find_known(name, [self.facts.get("metrics", {})])
 
     def describe_unreadable(self) -> str:
-        """Return which parts hold no record, as text; empty if all of them do."""
+        """Describe the parts without a valid record; empty if there are none."""
         return describe_unreadable(self.unreadable)
 
     def dump(self) -> dict[str, object]:
-        """Return everything but metrics as plain data that :meth:`take` reads."""
+        """Return everything but metrics as plain data for :meth:`take`."""
         return {
             "facts": self.facts,
             "environments": self.environments,
@@ -227,8 +225,7 @@ class History:
         }
 
     def take(self, dumped: Mapping[str, object]) -> None:
-        """Add what :meth:`dump` returned, after it went through JSON and a store, where anything may have changed it;
-        invalid records are left out."""
+        """Add what :meth:`dump` returned, after JSON and a store may have changed it. Leave out invalid records."""
         for part in ("facts", "environments", "notes", "ends", "layers", "examples", *ADDED):
             try:
                 records = [HEAD | record for record in _undump(part, dumped)]
@@ -241,8 +238,7 @@ class History:
                     self.unreadable.append(part)
 
     def add(self, record: Record) -> dict[str, float]:
-        """Add one record of :func:`read`, and return the metric values that are new: those of a repeated step are
-        not."""
+        """Add one record of :func:`read`. Return the new metric values, without those of a repeated step."""
         new: dict[str, float] = {}
         match record["kind"]:
             case "metrics":
@@ -259,7 +255,7 @@ class History:
                 self.samples.setdefault(record["split"], {}).setdefault(record["step"], record["values"])
             case "scores":
                 scores = self.scores.setdefault(record["step"], {})
-                self.scores[record["step"]] = record["values"] | scores  # as of metrics, the first value counts
+                self.scores[record["step"]] = record["values"] | scores  # the first value counts, as for metrics
             case "memory":
                 self.memory.setdefault(record["step"], record["values"])
             case "proof":
@@ -274,11 +270,11 @@ class History:
         return new
 
     def series(self, name: str) -> Mapping[int, float]:
-        """Return a metric's values in the order of steps; empty if it was never logged."""
+        """Return a metric's values by ascending step; empty if it was never logged."""
         return self.metrics[name].without_times() if name in self.metrics else {}
 
     def median(self, name: str) -> float | None:
-        """Return the median of a metric's finite values over the steps at which it was measured; None without any."""
+        """Return the median of a metric's finite values over the measured steps; None if there are none."""
         values = [value for value in self.series(name).values() if math.isfinite(value)]
         return statistics.median(values) if values else None
 
@@ -288,12 +284,12 @@ class History:
         return points[next(reversed(points))][1] if points else None
 
 
-SAVED = "saved"  # the split of what the saved model was asked
-UNENDED = "tokens without an end)"  # of an answer that was cut
+SAVED = "saved"  # split name of the questions to the saved model
+UNENDED = "tokens without an end)"  # ending of an answer that was cut
 
 
 def list_asked(history: History) -> list[tuple[str, str, str]]:
-    """Return prompt, reference and answer of what the saved model was asked at the end."""
+    """Return prompt, reference and answer of each question to the saved model at the end."""
     steps = history.samples.get(SAVED, {})
     if not steps:
         return []
@@ -302,8 +298,8 @@ def list_asked(history: History) -> list[tuple[str, str, str]]:
 
 
 def list_samples(history: History, num_examples: int = 2) -> Iterator[tuple[int, str, str, str]]:
-    """Yield step, prompt, reference and prediction of the first texts of the first, the middle and the last generation
-    on validation."""
+    """Yield step, prompt, reference and prediction of some texts on validation: the first ``num_examples`` of the
+    first, the middle and the last generation."""
     steps = sorted(history.samples.get("validation", {}))
     for step in dict.fromkeys(steps[place] for place in (0, len(steps) // 2, -1) if steps):
         texts = history.samples["validation"][step]
@@ -313,14 +309,14 @@ def list_samples(history: History, num_examples: int = 2) -> Iterator[tuple[int,
 
 
 def describe_unreadable(places: Sequence[str]) -> str:
-    """Return which parts of a journal hold no record, as text; empty if all of them do."""
+    """Describe the parts of an event log without a valid record; empty if there are none."""
     if not places:
         return ""
     parts = ", ".join(places[:3]) + ", ..." * (len(places) > 3)
     return f"{parts} of its event log cannot be read and {'are' if len(places) > 1 else 'is'} left out"
 
 
-HEAD = {"attempt": 1, "time": 0.0}  # common fields of records from a store, which does not keep these
+HEAD = {"attempt": 1, "time": 0.0}  # common fields for records from a store, which does not keep them
 
 
 def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, object]]:
@@ -347,17 +343,17 @@ def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, object]]:
 
 @dataclass
 class Outline:
-    """Summary of a journal."""
+    """A summary of an event log."""
 
-    attempts: int = 0  # workers that were started
+    attempts: int = 0  # number of workers that were started
     end: State | None = None  # how the last attempt ended; None: unknown
     step: int = 0  # the highest step of any metric
     eval_step: int = -1  # the highest step with a validation loss
     eval_loss: float | None = None  # the loss at that step
-    unreadable: list[str] = field(default_factory=list)  # the first places that hold no record, such as "line 7"
+    unreadable: list[str] = field(default_factory=list)  # the first places without a valid record, such as "line 7"
 
     def add(self, record: Record | None, number: int) -> None:
-        """Add line ``number`` (from 1) of the journal; None for a line without a record."""
+        """Add line ``number`` (from 1) of the log. ``record`` is None if the line has no valid record."""
         if record is None:
             if len(self.unreadable) < MOST_UNREADABLE:
                 self.unreadable.append(f"line {number}")
@@ -374,9 +370,8 @@ class Outline:
                     self.eval_step, self.eval_loss = record["step"], record["values"][EVAL_LOSS.name]
 
     def save(self, run_folder: Path, stamp: list[int]) -> None:
-        """Write the outline next to its journal, atomically; a failure is ignored, because the journal has
-        everything."""
-        # A cache, which need not survive a power cut, so not through `durable`.
+        """Write the outline next to its event log, atomically. Ignore failures, because the log has everything."""
+        # A cache need not survive a power cut, so do not use `durable`.
         part = run_folder / f"{OUTLINE}.{os.getpid()}.part"
         content = {"version": VERSION, "journal": stamp} | {k: to_json(v) for k, v in asdict(self).items()}
         with suppress(OSError):
@@ -388,7 +383,7 @@ class Outline:
 
 
 def read_stamp(run_folder: Path) -> list[int]:
-    """Return size and modification time of a journal; empty if there is none."""
+    """Return size and modification time of an event log; empty if there is none."""
     try:
         found = (run_folder / FILE).stat()
     except OSError:
@@ -397,7 +392,7 @@ def read_stamp(run_folder: Path) -> list[int]:
 
 
 def read_outline(run_folder: Path, stamp: list[int]) -> Outline | None:
-    """Return the cached outline if it is valid for the journal's stamp; None if the journal has to be read."""
+    """Return the cached outline if it matches the log's stamp, else None."""
     try:
         kept = read_json(run_folder / OUTLINE, LARGEST_SMALL)
         if not isinstance(kept, dict) or (kept.pop("version"), kept.pop("journal")) != (VERSION, stamp):

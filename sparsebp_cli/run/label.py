@@ -1,6 +1,6 @@
-"""Labels: the tags and the note that people give a run afterwards, in ``labels.json`` beside its plan and journal.
+"""Read and write labels: the tags and the note that people give a run, in ``labels.json`` beside its plan.
 
-What was trained, its digest and its seal do not depend on them, so a run that is alive can have them too.
+Training, digest and config fingerprint do not depend on labels, so a running run can get them too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LONGEST_NOTE = 1000
 class Labels:
     """The tags and the note of a run."""
 
-    tags: tuple[str, ...] = ()  # sorted, each once; ``@TAG`` names its runs
+    tags: tuple[str, ...] = ()  # sorted, without duplicates; ``@TAG`` refers to the runs with a tag
     note: str = ""  # one line
 
     @classmethod
     def load(cls, run_folder: Path) -> Self:
-        """Read the labels of a run; a missing or damaged file counts as none."""
+        """Read the labels of a run. A missing or damaged file counts as empty."""
         try:
             content = read_json(run_folder / FILE, LARGEST_SMALL)
             found = {tag for tag in content["tags"] if TAG.fullmatch(tag)}
@@ -38,7 +38,7 @@ class Labels:
             return cls()
 
     def save(self, run_folder: Path) -> None:
-        """Write the labels, atomically. Raises ``UsageError`` where something else than a file of the run's own is."""
+        """Write the labels atomically. Raise ``UsageError`` if the path is something else than a regular file."""
         file = run_folder / FILE
         if file.is_symlink() or (file.exists() and not file.is_file()):
             raise UsageError(f"{file} is not a regular file")
@@ -46,7 +46,7 @@ class Labels:
 
 
 def check_tag(tag: str) -> str:
-    """Return a tag; raise UsageError for one that could be mistaken for another word or value."""
+    """Return the tag. Raise UsageError if it could be mistaken for another word or value."""
     if tag == "last" or not TAG.fullmatch(tag):
         raise UsageError(
             f"a tag is a letter, then up to 39 letters, digits, _ . or -, and not the word last, got {tag!r}"
@@ -55,7 +55,7 @@ def check_tag(tag: str) -> str:
 
 
 def make_note(text: str) -> str:
-    """Return a note as one line; raise UsageError if it is too long."""
+    """Return a note as one line. Raise UsageError if it is too long."""
     line = " ".join(text.split())
     if len(line) > LONGEST_NOTE:
         raise UsageError(f"a note has at most {LONGEST_NOTE} characters, got {len(line)}")

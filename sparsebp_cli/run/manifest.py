@@ -1,4 +1,4 @@
-"""The manifest of a saved model or a checkpoint: the sha256 of each of its files."""
+"""Write and verify the manifest of a saved model or checkpoint: the sha256 of each of its files."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from pathlib import Path
 from sparsebp_cli.run.budget import LARGEST_PLAN, open_regular, read_json
 
 MANIFEST = "manifest.json"
-OUTPUTS = "outputs"  # key of the manifest: what the trained model gives for a batch
-MOST_HOLES = 64 << 30  # bytes of a file that are on no disk; reading them takes time all the same
+OUTPUTS = "outputs"  # key of the manifest: the trained model's outputs for a batch
+MOST_HOLES = 64 << 30  # unallocated bytes of a sparse file; reading them still takes time
 
 
 def write_manifest(folder: Path, more: Mapping[str, object] | None = None) -> None:
-    """List the sha256 of every file of a folder in its manifest; :func:`find_damage` compares. ``more`` is written
-    beside the list."""
+    """Write the sha256 of every file in a folder to its manifest, for :func:`find_damage`. ``more`` is stored beside
+    the list."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
     listed = {str(file.relative_to(folder)): digest(file) for file in files}
-    # No wait for the disk here: `durable.put_folder` waits for the whole folder.
-    (folder / MANIFEST).write_text(
-        json.dumps({"format": 1, "sha256": listed, **(more or {})}, indent=1), encoding="utf-8"
-    )
+    # Do not wait for the disk: `durable.put_folder` waits for the whole folder.
+    (folder / MANIFEST).write_bytes(json.dumps({"format": 1, "sha256": listed, **(more or {})}, indent=1).encode())
 
 
 def find_damage(folder: Path) -> str:
-    """Return what is wrong with a folder by its manifest, in one line; empty if every file that it lists is whole. A
-    folder without a manifest cannot be verified, and so counts as damaged. So does one with a link, a pipe or a device,
-    which no run writes: whatever reads the folder next may follow it, or wait for ever."""
+    """Return what is wrong with a folder according to its manifest, in one line; empty if every listed file is intact.
+    A folder without a manifest counts as damaged, because it cannot be verified. So does a folder with a link, a pipe
+    or a device: no run writes these, and a later reader may follow them or block for ever."""
     try:
         listed: dict[str, str] = read_json(folder / MANIFEST, LARGEST_PLAN)["sha256"]
         if odd := _find_odd(folder):
             return f"{odd} is neither a regular file nor a folder"
         for name, expected in listed.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                return f"{name!r} leads out of it"
+                return f"{name!r} is outside the folder"
             if digest(folder / name) != expected:
                 return f"{name} does not match its checksum"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -46,11 +44,12 @@ def find_damage(folder: Path) -> str:
 
 
 def digest(file: Path) -> str:
-    """Return the sha256 of a file. Raises ``OSError``, also for a file that consists of holes."""
+    """Return the sha256 of a file. Raise ``OSError`` if it cannot be read, or is sparse with more than
+    :data:`MOST_HOLES` bytes of holes."""
     with open_regular(file) as opened:
         found = os.fstat(opened.fileno())
         if found.st_size - found.st_blocks * 512 > MOST_HOLES:
-            raise OSError(f"{file} is larger than what the disk has of it")
+            raise OSError(f"{file} is a sparse file, which is refused")
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

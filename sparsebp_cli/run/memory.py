@@ -1,4 +1,4 @@
-"""Live bytes over one training step in five parts, as the journal stores them and pictures show them."""
+"""Split live bytes over one training step into five parts, as the event log stores and pictures show them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Part = Literal["weights", "gradients", "optimizer", "activations", "workspace"]
 Phase = Literal["forward", "backward", "update"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PHASES: tuple[Phase, ...] = get_args(Phase)
-MOST_POINTS = 300  # of a curve in the journal; a picture cannot resolve more
+MOST_POINTS = 300  # of a stored curve; a picture cannot resolve more
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Live bytes at one moment; every storage belongs to one part and counts once.
+    """Live bytes at one moment. Every storage belongs to one part and counts once.
 
     Args:
         weights: Parameters, trained or not, and buffers.
         gradients: Tensors that are or become the ``.grad`` of a parameter.
         optimizer: Tensors of the optimizer's state.
-        activations: Tensors that a forward has saved for the backward, while they live; also in a forward that is
-            recomputed inside the backward.
-        workspace: All other allocations of the step: results that nothing saved, intermediate gradients, temporaries
-            of operators and of the optimizer.
+        activations: Activations saved for backward, while they are alive; also in a forward that the backward
+            recomputes.
+        workspace: All other allocations of the step: results that nothing saved, intermediate gradients, temporaries of
+            operators and of the optimizer.
     """
 
     weights: int = 0
@@ -36,16 +36,16 @@ class MemorySplit:
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts, in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
 
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Live bytes from one allocation or release to the next.
+    """Live bytes between one allocation or release and the next.
 
     Args:
-        seconds: Since the step began, measured in a traced step, which is slower than others.
+        seconds: Time since the step began. The traced step is slower than other steps.
         phase: Part of the step: forward, backward or update.
         split: Live bytes by purpose.
     """
@@ -91,11 +91,10 @@ class MemoryCurve:
         """Return a curve of fewer points with the same peak, first and last point.
 
         Args:
-            most: Largest number of points, at least 4. Of each stretch of neighbours the highest and the lowest point
-                stay.
+            most: Largest number of points, at least 4. Each group of neighbours keeps its highest and its lowest point.
 
         Returns:
-            The curve; itself if it is small enough.
+            The new curve, or this one if it is small enough.
         """
         if len(self.points) <= most:
             return self
@@ -107,7 +106,7 @@ class MemoryCurve:
         return MemoryCurve(tuple(self.points[index] for index in sorted(kept)))
 
     def to_values(self) -> CurveValues:
-        """Return the thinned curve as the journal stores it: phases by number, times in whole microseconds."""
+        """Return the thinned curve in the stored form: phases by number, times in whole microseconds."""
         points = [
             [round(point.seconds * 1e6), PHASES.index(point.phase), *astuple(point.split)]
             for point in self.thin().points
@@ -116,10 +115,10 @@ class MemoryCurve:
 
     @classmethod
     def from_values(cls, values: CurveValues) -> MemoryCurve:
-        """Return the curve that :meth:`to_values` has converted.
+        """Return the curve that :meth:`to_values` converted.
 
         Args:
-            values: Values as the journal has them, from :meth:`to_values`.
+            values: Stored values from :meth:`to_values`.
 
         Returns:
             The curve.

@@ -1,4 +1,4 @@
-"""Names, units and directions of all metrics. No other module spells a metric's name."""
+"""Define names, units and directions of all metrics. No other module spells a metric's name."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Literal
 class Metric:
     """A number that is logged over steps."""
 
-    name: str  # in MLflow and in the journal
+    name: str  # in MLflow and in the event log
     unit: str = ""  # empty for pure numbers
     better: Literal["lower", "higher", ""] = ""  # which direction is better; empty if neither
-    timing: bool = False  # depends on the speed of the machine, so repeated runs differ
+    timing: bool = False  # whether it depends on the machine's speed, so that repeated runs differ
 
 
 TRAIN_LOSS = Metric("train/loss", "nats/token", "lower")
 GRAD_NORM = Metric("train/grad_norm")
 LEARNING_RATE = Metric("train/learning_rate")
 TRAIN_TOKENS = Metric("train/tokens", "tokens")
-EPOCH = Metric("train/epoch", "epochs")  # under way, from 0; of runs in which a policy chooses epochs
+EPOCH = Metric("train/epoch", "epochs")  # progress, from 0; only in runs whose policy chooses epochs
 EVAL_LOSS = Metric("eval/loss", "nats/token", "lower")
 EVAL_ACCURACY = Metric("eval/accuracy", "share", "higher")
-EVAL_MACRO_F1 = Metric("eval/macro_f1", "share", "higher")  # mean of the classes' F1, however frequent each is
-EVAL_MCC = Metric("eval/mcc", "", "higher")  # Matthews' correlation of labels and predictions, as of GLUE's CoLA
-EVAL_F1 = Metric("eval/f1", "share", "higher")  # of the second of two classes, as of GLUE's MRPC and QQP
-EVAL_PEARSON = Metric("eval/pearson", "", "higher")  # of labels and predictions of a regression, as of GLUE's STS-B
+EVAL_MACRO_F1 = Metric("eval/macro_f1", "share", "higher")  # mean of the classes' F1, unweighted
+EVAL_MCC = Metric("eval/mcc", "", "higher")  # Matthews correlation of labels and predictions, as in GLUE's CoLA
+EVAL_F1 = Metric("eval/f1", "share", "higher")  # F1 of the second of two classes, as in GLUE's MRPC and QQP
+EVAL_PEARSON = Metric("eval/pearson", "", "higher")  # correlation of labels and predictions, as in STS-B
 EVAL_SPEARMAN = Metric("eval/spearman", "", "higher")
-TEST_LOSS = Metric("test/loss", "nats/token", "lower")  # once, after the last step
+TEST_LOSS = Metric("test/loss", "nats/token", "lower")  # measured once, after the last step
 TEST_ACCURACY = Metric("test/accuracy", "share", "higher")
 TEST_MACRO_F1 = Metric("test/macro_f1", "share", "higher")
 TEST_MCC = Metric("test/mcc", "", "higher")
@@ -38,41 +38,40 @@ TEST_PEARSON = Metric("test/pearson", "", "higher")
 TEST_SPEARMAN = Metric("test/spearman", "", "higher")
 FORWARD_SECONDS = Metric("time/forward_seconds", "s", "lower", timing=True)
 BACKWARD_SECONDS = Metric("time/backward_seconds", "s", "lower", timing=True)
-SCORING_SECONDS = Metric("time/scoring_seconds", "s", "lower", timing=True)  # of the forward's: only to choose
+SCORING_SECONDS = Metric("time/scoring_seconds", "s", "lower", timing=True)  # part of the forward, for selection
 OPTIMIZER_SECONDS = Metric("time/optimizer_seconds", "s", "lower", timing=True)
 STEP_SECONDS = Metric("time/step_seconds", "s", "lower", timing=True)
-STEP_CPU_SECONDS = Metric("time/step_cpu_seconds", "s", "lower", timing=True)  # of all threads of the process
+STEP_CPU_SECONDS = Metric("time/step_cpu_seconds", "s", "lower", timing=True)  # CPU time of all threads of the process
 LOAD = Metric("host/load", "", "lower", timing=True)  # 1-minute load average over the number of CPUs
 TOKENS_PER_SECOND = Metric("throughput/tokens_per_sec", "tokens/s", "higher", timing=True)
 PEAK_ALLOCATED_BYTES = Metric("memory/peak_allocated_bytes", "B", "lower", timing=True)  # CUDA's allocator
-PEAK_RESIDENT_BYTES = Metric("memory/peak_resident_bytes", "B", "lower", timing=True)  # the process, on CPU
+PEAK_RESIDENT_BYTES = Metric("memory/peak_resident_bytes", "B", "lower", timing=True)  # resident memory, on CPU
 WEIGHT_BYTES = Metric("memory/weight_bytes", "B", "lower")
 GRADIENT_BYTES = Metric("memory/gradient_bytes", "B", "lower")
 OPTIMIZER_BYTES = Metric("memory/optimizer_bytes", "B", "lower")
 SAVED_BYTES = Metric("memory/saved_for_backward_bytes", "B", "lower")
-STEP_PEAK_BYTES = Metric("memory/step_peak_bytes", "B", "lower")  # live at the peak of a watched step, of which:
+STEP_PEAK_BYTES = Metric("memory/step_peak_bytes", "B", "lower")  # live bytes at the peak of a traced step, sum of:
 PEAK_WEIGHT_BYTES = Metric("memory/step_peak_weight_bytes", "B", "lower")  # parameters and buffers
 PEAK_GRADIENT_BYTES = Metric("memory/step_peak_gradient_bytes", "B", "lower")
 PEAK_OPTIMIZER_BYTES = Metric("memory/step_peak_optimizer_bytes", "B", "lower")
-PEAK_ACTIVATION_BYTES = Metric("memory/step_peak_activation_bytes", "B", "lower")  # saved for the backward
-PEAK_WORKSPACE_BYTES = Metric("memory/step_peak_workspace_bytes", "B", "lower")  # all else
+PEAK_ACTIVATION_BYTES = Metric("memory/step_peak_activation_bytes", "B", "lower")  # saved for backward
+PEAK_WORKSPACE_BYTES = Metric("memory/step_peak_workspace_bytes", "B", "lower")  # all other allocations
 DENSE_SAVED_BYTES = Metric("memory/dense_saved_for_backward_bytes", "B", "lower")  # the same batch without the policy
 FORWARD_FLOPS = Metric("flops/forward", "FLOP", "lower")
-SCORING_FLOPS = Metric("flops/scoring", "FLOP", "lower")  # of the forward's: only to choose what is trained
+SCORING_FLOPS = Metric("flops/scoring", "FLOP", "lower")  # part of the forward FLOPs used only for selection
 DENSE_FORWARD = Metric("flops/forward_dense", "FLOP", "lower")  # the forward of the same batch without the policy
-UPDATE_FLOPS = Metric("flops/update", "FLOP", "lower")  # of the FLOPs of a step: clipping and optimizer
-DENSE_UPDATE_FLOPS = Metric("flops/update_dense", "FLOP", "lower")  # the same of a dense step
+UPDATE_FLOPS = Metric("flops/update", "FLOP", "lower")  # part of the step's FLOPs: clipping and optimizer
+DENSE_UPDATE_FLOPS = Metric("flops/update_dense", "FLOP", "lower")  # the same for a dense step
 STEP_FLOPS = Metric("flops/step", "FLOP", "lower")  # the cost of a step: passes, update and trial passes
-DENSE_STEP_FLOPS = Metric("flops/step_dense", "FLOP", "lower")  # the same of a dense step over the same batch
-PROBING_FLOPS = Metric("flops/probing", "FLOP", "lower")  # of trial passes that a policy wanted before a step
+DENSE_STEP_FLOPS = Metric("flops/step_dense", "FLOP", "lower")  # the same for a dense step over the same batch
+PROBING_FLOPS = Metric("flops/probing", "FLOP", "lower")  # trial passes that a policy requested before a step
 BACKWARD_EXECUTED = Metric("flops/backward_executed", "FLOP", "lower")
 BACKWARD_DENSE = Metric("flops/backward_dense", "FLOP", "lower")
-CLAIMED_SHARE = Metric(
-    "proof/claimed_share", "share", "lower"
-)  # of the sites' dense backward FLOPs, as the policy says
-EXECUTED_SHARE = Metric("proof/executed_share", "share", "lower")  # of the same, as counted
-EXCESS_SHARE = Metric("proof/excess_share", "share", "lower")  # executed beyond the claim with its counts rounded up
-ROWS_SHARE = Metric("proof/rows_share", "share", "lower")  # rows that linears multiply backward, over dense
+# Fraction of the sites' dense backward FLOPs, as the policy claims.
+CLAIMED_SHARE = Metric("proof/claimed_share", "share", "lower")
+EXECUTED_SHARE = Metric("proof/executed_share", "share", "lower")  # the same fraction, as counted
+EXCESS_SHARE = Metric("proof/excess_share", "share", "lower")  # counted beyond the claim (rounded up)
+ROWS_SHARE = Metric("proof/rows_share", "share", "lower")  # positions that linears multiply backward, over dense
 MOVED_TENSORS = Metric("proof/moved_tensors", "tensors")  # trained parameters that the step changed
 MOVED_SHARE = Metric("proof/moved_share", "share")  # entries of trained parameters that the step changed
 PROBE_DENSE_SECONDS = Metric("probe/dense_seconds", "s", "lower", timing=True)  # forward + backward, one micro-batch
@@ -82,33 +81,32 @@ SPEEDUP = Metric("speed/speedup", "x", "higher", timing=True)  # forward + backw
 REACHED_SHARE = Metric("speed/realised_share", "share", "higher", timing=True)
 COSINE = Metric("fidelity/cosine", "", "higher")
 INDEPENDENT_COSINE = Metric("fidelity/independent_cosine", "", "higher")  # with the dense gradient of other examples
-DENSE_INDEPENDENT_COSINE = Metric("fidelity/dense_independent_cosine", "", "higher")  # of dense at the policy's cost
-DENSE_INDEPENDENT_EXAMPLES = Metric("fidelity/dense_independent_examples", "examples")  # that dense has at that cost
+DENSE_INDEPENDENT_COSINE = Metric("fidelity/dense_independent_cosine", "", "higher")  # dense at the policy's cost
+DENSE_INDEPENDENT_EXAMPLES = Metric("fidelity/dense_independent_examples", "examples")  # examples of dense at that cost
 RELATIVE_ERROR = Metric("fidelity/relative_error", "", "lower")
 SIGN_AGREEMENT = Metric("fidelity/sign_agreement", "share", "higher")
-BIAS = Metric("fidelity/bias", "", "lower")  # of random policies, over fidelity_draws
-BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # what bias is by chance alone
+BIAS = Metric("fidelity/bias", "", "lower")  # for random policies, over fidelity_draws
+BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # bias expected by chance alone
 VARIANCE = Metric("fidelity/variance", "", "lower")
-SGD_VARIANCE = Metric("fidelity/sgd_variance", "")  # of the dense gradient over micro-batches, over its squared norm
-NOISE_RATIO = Metric("fidelity/noise_ratio", "", "lower")  # the policy's squared error over that
+SGD_VARIANCE = Metric("fidelity/sgd_variance", "")  # dense gradient over micro-batches, over its squared norm
+NOISE_RATIO = Metric("fidelity/noise_ratio", "", "lower")  # the policy's squared error over sgd_variance
 CHOICE_COST = Metric("choice/cost_ratio", "", "lower")  # r: FLOPs of a policy's step over dense, before training
-CHOICE_SECONDS = Metric("choice/seconds_ratio", "", "lower", timing=True)  # the same in time, taken in turn
-CHOICE_SHARE = Metric("choice/share", "share")  # p: of what the policy chooses among, the part that is trained
-CHOICE_WORTH = Metric("choice/worth", "", "lower")  # r / p: how many dense units a kept one must be worth
+CHOICE_SECONDS = Metric("choice/seconds_ratio", "", "lower", timing=True)  # in time, measured alternately
+CHOICE_SHARE = Metric("choice/share", "share")  # p: fraction trained of what the policy chooses from
+CHOICE_WORTH = Metric("choice/worth", "", "lower")  # r / p: how many dense units a kept unit must be worth
 TARGET_ESS = Metric("choice/ess", "share")  # effective sample size of the targets' gradients at the head
-EXAMPLE_ESS = Metric("choice/example_ess", "share")  # the same of the examples'
-ROW_ESS = Metric("choice/row_ess", "share")  # of the rows' at the sites, the median site
+EXAMPLE_ESS = Metric("choice/example_ess", "share")  # the same for the examples' gradients
+ROW_ESS = Metric("choice/row_ess", "share")  # the same for token positions at the sites, median over sites
 KEPT_SHARE = Metric("policy/kept_share", "share")
-TRAINED_SHARE = Metric("policy/trained_share", "share")  # of the targets, those whose loss counts
-VISITED_SHARE = Metric("policy/visited_share", "share")  # of the training examples, those that the epoch visits
-CARRIED_SHARE = Metric("policy/carried_share", "share")  # of the positions that are no padding, those with gradient
-KNOWN_SHARE = Metric("policy/known_share", "share", "higher")  # of the examples, those whose frozen layers did not run
-KEPT_OUTPUT_BYTES = Metric(
-    "policy/kept_output_bytes", "B", "lower"
-)  # of outputs of frozen layers, in memory or on disk
-KEPT_OUTPUT_ERROR = Metric("policy/kept_output_error", "", "lower")  # relative, of the rounding of kept outputs
-NODES = Metric("policy/nodes", "nodes")  # of the autograd graph of one backward
-NODES_RUN = Metric("policy/nodes_run", "nodes", "lower")  # of these, those that a gradient arrived at
+TRAINED_SHARE = Metric("policy/trained_share", "share")  # fraction of the targets whose loss counts
+VISITED_SHARE = Metric("policy/visited_share", "share")  # fraction of the training examples that the epoch visits
+CARRIED_SHARE = Metric("policy/carried_share", "share")  # fraction of non-padding positions with a gradient
+KNOWN_SHARE = Metric("policy/known_share", "share", "higher")  # fraction of examples whose frozen layers were skipped
+# Size of the kept outputs of frozen layers, in memory or on disk.
+KEPT_OUTPUT_BYTES = Metric("policy/kept_output_bytes", "B", "lower")
+KEPT_OUTPUT_ERROR = Metric("policy/kept_output_error", "", "lower")  # relative rounding error of kept outputs
+NODES = Metric("policy/nodes", "nodes")  # nodes in the autograd graph of one backward
+NODES_RUN = Metric("policy/nodes_run", "nodes", "lower")  # number of these nodes that received a gradient
 PARAMETERS_REACHED = Metric("policy/parameters_reached", "tensors", "higher")  # parameters that got a gradient
 MISS_RATE = Metric("policy/miss_rate", "share", "lower")  # choices that led away from the largest gradient
 
@@ -116,8 +114,8 @@ METRICS: dict[str, Metric] = {value.name: value for value in list(globals().valu
 
 
 def find_known(name: str, declared: Iterable[Mapping[str, Mapping[str, str]]] = ()) -> Metric | None:
-    """Return a metric by its name: one of these, or one that runs declared in their facts, as those of generated texts
-    are. None if nobody declared it, or two runs declared different ones."""
+    """Return a metric by name: a built-in one, or one that runs declare in their facts, such as metrics of generated
+    texts. Return None if it is not declared, or if two runs declare it differently."""
     if name in METRICS:
         return METRICS[name]
     found = {

@@ -1,4 +1,4 @@
-"""Pictures in files, and the picture of a step's memory; equal pictures give equal files."""
+"""Write pictures to files, and draw the memory of a step. Equal pictures give equal files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 ENDINGS = (".png", ".svg", ".pdf")
 OPTIONS = {"svg.hashsalt": "sparsebp", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-OPTIONS |= {"pdf.fonttype": 42, "svg.fonttype": "none"}  # journals refuse Type 3 fonts; text of an SVG stays text
+OPTIONS |= {"pdf.fonttype": 42, "svg.fonttype": "none"}  # publishers refuse Type 3 fonts; SVG keeps text as text
 
 
 def check_path(path: Path) -> None:
-    """Raise UsageError for a path that is no picture's or whose folder does not exist, before anything is drawn."""
+    """Raise UsageError, before anything is drawn, if the path has no picture suffix or its folder does not exist."""
     if path.suffix.lower() not in ENDINGS:
         raise UsageError(f"a picture's name must end in {', '.join(ENDINGS)}, got {path.name!r}")
     if not path.parent.is_dir():
@@ -30,7 +30,7 @@ def check_path(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure of matplotlib to a path, which is replaced, and return the path; equal content gives equal
+    """Write a matplotlib figure to a path, replacing any file there, and return the path. Equal content gives equal
     files."""
     metadata: dict[str, object] = {"Date": None} if path.suffix.lower() == ".svg" else {}
     with durable.replacing(path) as stream:
@@ -38,7 +38,7 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-# Okabe and Ito's palette, which colour-blind readers can distinguish; comparisons use the same colours for these parts.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; comparisons use these colours for the same parts.
 PART_COLOURS: dict[Part, str] = {
     "weights": "#0072B2",
     "gradients": "#D55E00",
@@ -53,14 +53,14 @@ PART_WORDS: dict[Part, str] = {
     "activations": "saved activations",
     "workspace": "workspace",
 }
-WIDTH, PANEL, BELOW = 8.5, 3.1, 0.7  # inches: width of a picture, height of a panel and of the legend
+WIDTH, PANEL, BELOW = 8.5, 3.1, 0.7  # inches: width of a picture, heights of a panel and of the legend
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-_NARROW = 0.06  # share of the width below which a phase gets no label
+_NARROW = 0.06  # phases below this fraction of the width get no label
 
 
 def save_curves(curves: Sequence[tuple[str, MemoryCurve]], path: Path) -> Path:
-    """Draw curves, each with its title unless that is empty, below each other on one scale of bytes. Replace the file
-    at the path and return it. Raise UsageError if its suffix is not a picture's, or its folder does not exist."""
+    """Draw curves below each other on one scale of bytes, each with its title unless it is empty. Replace the file at
+    the path and return the path. Raise UsageError if its suffix is not a picture's, or its folder does not exist."""
     check_path(path)
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -72,8 +72,8 @@ def save_curves(curves: Sequence[tuple[str, MemoryCurve]], path: Path) -> Path:
 
 
 def draw_memory_curves(figure: FigureBase, curves: Sequence[tuple[str, MemoryCurve]]) -> None:
-    """Draw curves below each other on one scale of bytes, each over its own time, into an empty figure of width
-    :data:`WIDTH` and height :data:`PANEL` a curve plus :data:`BELOW`."""
+    """Draw curves below each other on one scale of bytes, each over its own time, into an empty figure. The figure must
+    be :data:`WIDTH` wide; its height is :data:`PANEL` a curve plus :data:`BELOW`."""
     highest = max(curve.peak.split.total for _, curve in curves)
     scale, unit = next((pair for pair in _UNITS if highest >= pair[0]), _UNITS[-1])
     panels = figure.subplots(len(curves), squeeze=False)[:, 0]
@@ -124,7 +124,7 @@ def _draw_phases(axes: Axes, curve: MemoryCurve, times: list[float]) -> None:
 
 
 def _phases(curve: MemoryCurve, times: list[float]) -> Iterator[tuple[Phase, float, float]]:
-    """Yield each phase with its first and last moment; a phase that occurs twice is yielded twice."""
+    """Yield each phase with its first and last moment. A phase that occurs twice is yielded twice."""
     turns = [0] + [n for n, (a, b) in enumerate(pairwise(curve.points), 1) if a.phase != b.phase]
     for first, last in zip(turns, [*turns[1:], len(times) - 1], strict=True):
         yield curve.points[first].phase, times[first], times[last]

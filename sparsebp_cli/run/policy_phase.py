@@ -1,4 +1,4 @@
-"""The phases of a training: which policies act from which optimizer step on. Without a schedule there is one phase."""
+"""Define the phases of a training: which policies act from which optimizer step on. Without a schedule there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-Entry = TypeVar("Entry")  # a policy: PolicyEntry of the schema, or the mapping that a stored recipe holds
+Entry = TypeVar("Entry")  # a policy: the schema's PolicyEntry, or the mapping in a stored recipe
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,14 @@ class PolicyPhase(Generic[Entry]):
     """A part of a training with its own policies."""
 
     policies: Sequence[Entry]
-    until: float | None  # share of the training at which it ends; None: it lasts to the end
-    first: int  # the optimizer step, from 0, with which it begins
-    end: int  # the step before which it ends
-    key: tuple[str | int, ...]  # where the recipe has its policies
+    until: float | None  # fraction of the training at which it ends; None: it lasts to the end
+    first: int  # its first optimizer step, counted from 0
+    end: int  # the step after its last one
+    key: tuple[str | int, ...]  # the key of its policies in the recipe
 
     @property
     def num_steps(self) -> int:
-        """Its optimizer steps; 0 where the training is too short for it."""
+        """The number of its optimizer steps; 0 if the training is too short for it."""
         return self.end - self.first
 
 
@@ -30,15 +30,15 @@ Phases = Sequence[PolicyPhase[Entry]]
 
 
 def is_dense(phases: Phases[dict[str, Any]]) -> bool:
-    """Whether every phase of a stored recipe trains without a policy."""
+    """Return whether every phase of a stored recipe trains without a policy."""
     return all(entry["name"] == "dense" for phase in phases for entry in phase.policies)
 
 
 def lay_out(
     policies: Sequence[Entry], schedule: Sequence[tuple[float | None, Sequence[Entry]]] | None, max_steps: int
 ) -> list[PolicyPhase[Entry]]:
-    """Return the phases of a training of ``max_steps``: those of the schedule, each its ``until`` and its policies, or
-    without one a single phase of all steps. A phase ends at the step that is nearest to its share."""
+    """Return the phases of a training of ``max_steps``. A schedule gives each phase's ``until`` and policies; without
+    one there is a single phase of all steps. A phase ends at the step nearest to its fraction of the training."""
     if schedule is None:
         return [PolicyPhase(policies, None, 0, max_steps, ("policy",))]
     phases: list[PolicyPhase[Entry]] = []
@@ -50,8 +50,8 @@ def lay_out(
 
 
 def find_wrong_end(ends: Sequence[float | None]) -> tuple[int, str] | None:
-    """Return the number of the first phase whose ``until`` cannot be, and what is wrong; None if all can. Each is a
-    share in (0, 1), above that of the phase before; the last phase has none."""
+    """Return the index of the first phase with a wrong ``until``, and what is wrong; None if all are right. Each is a
+    fraction in (0, 1) above the previous phase's; the last phase has none."""
     before = 0.0
     for number, until in enumerate(ends):
         is_last = number == len(ends) - 1
@@ -60,39 +60,38 @@ def find_wrong_end(ends: Sequence[float | None]) -> tuple[int, str] | None:
         if not is_last and until is None:
             return number, "until is missing: every phase but the last ends at a share of the training, in (0, 1)"
         if until is not None and until <= before:
-            return number, f"must be above {before:g}, at which the phase before ends, got {until:g}"
+            return number, f"must be above {before:g}, the end of the phase before, got {until:g}"
         before = until or before
     return None
 
 
 def find_empty(phases: Phases[Entry], key: str) -> Iterator[tuple[int, str]]:
-    """Yield the phases that a training is too short for: the number of the one to change, and what is wrong. ``key`` is
-    where the number of steps was given."""
+    """Yield each phase that gets no step: the index of the phase to change, and what is wrong. ``key`` is the key that
+    gives the number of steps."""
     for number, phase in enumerate(phases):
         if phase.num_steps == 0:
-            # The last phase begins too late by the end of the one before.
+            # If the last phase is empty, the phase before it ends too late.
             at = number if phase.until is not None else number - 1
             yield at, f"{phases[at].until:g} leaves phase {number} no step: {key} is {phases[-1].end}"
 
 
 def read_phases(recipe: Mapping[str, Any]) -> list[PolicyPhase[dict[str, Any]]]:
-    """Return the phases of a stored recipe, without its schema. Raise LookupError, TypeError or AttributeError if the
-    recipe is damaged there."""
+    """Return the phases of a stored recipe without validating it. Raise LookupError, TypeError or AttributeError if the
+    needed parts are damaged."""
     schedule = recipe.get("schedule")
     given = None if schedule is None else [(phase.get("until"), phase["policy"]) for phase in schedule]
     return lay_out(recipe["policy"] if given is None else (), given, recipe["training"]["max_steps"])
 
 
 def find_phase(phases: Phases[Entry], step: int) -> int:
-    """Return the number of the phase that makes an optimizer step, counted from 0; after the last step, that of the
-    last step."""
+    """Return the index of the phase with an optimizer step (from 0). For later steps, return the last step's phase."""
     last = phases[-1].end - 1
     return next(number for number, phase in enumerate(phases) if min(step, last) < phase.end)
 
 
 def split_series(series: Mapping[int, float], phases: Phases[Entry]) -> dict[int, array[float]]:
-    """Return the values of a metric by the number of the phase whose step they were measured at or before; ``series``
-    maps ascending optimizer steps, from 1, to values."""
+    """Return a metric's values by phase index. ``series`` maps ascending optimizer steps (from 1) to values, measured
+    at or before the step."""
     found: dict[int, array[float]] = {}
     for step, value in series.items():
         found.setdefault(find_phase(phases, step - 1), array("d")).append(value)
@@ -100,8 +99,8 @@ def split_series(series: Mapping[int, float], phases: Phases[Entry]) -> dict[int
 
 
 def weigh(values: Mapping[int, float], phases: Phases[Entry], *, is_speedup: bool = False) -> float:
-    """Return the mean of values by number of phase, each weighted with its steps; phases without one are left out.
-    Of speed-ups, which have the cost in the denominator, the costs are averaged."""
+    """Return the mean of values by phase index, weighted with the phases' steps. Phases without a value are left out.
+    For speed-ups, average their inverses, because the cost is the denominator."""
     if len(values) == 1:
         return next(iter(values.values()))
     if is_speedup:
@@ -118,15 +117,15 @@ def weigh_series(
     *,
     is_speedup: bool = False,
 ) -> float | None:
-    """Return one number for a metric: ``reduce`` of its values, or with a schedule the mean of that over the phases.
-    None without values."""
+    """Return ``reduce`` of a metric's values; with a schedule, the mean of the phases' reductions, weighted by steps.
+    Return None without values."""
     found = {number: reduce(values) for number, values in split_series(series, phases).items()}
     return weigh(found, phases, is_speedup=is_speedup) if found else None
 
 
 def describe_phases(phases: Phases[Entry], describe: Callable[[Entry], str]) -> str:
-    """Return the policies of all phases in one line: ``topk until 0.4, dense``; several of one phase are joined by
-    ``+``, and by commas where there is one phase."""
+    """Return the policies of all phases in one line: ``topk until 0.4, dense``. Several policies of one phase are
+    joined by ``+``, or by commas if there is only one phase."""
     joint = " + " if len(phases) > 1 else ", "
     texts = [joint.join(map(describe, phase.policies)) or "dense" for phase in phases]
     ends = ["" if phase.until is None else f" until {phase.until:g}" for phase in phases]

@@ -1,8 +1,8 @@
-"""Validation of journal records: every reader skips and counts a line that is not a valid record.
+"""Validate records of the event log: every reader skips and counts lines without a valid record.
 
-A journal may hold lines that no worker of this version wrote: half a line before a power cut, another program's output,
-the record of a newer version. Readers index, compare and print the fields, so they are validated once, where a line is
-read.
+An event log may hold lines that no worker of this version wrote: half a line before a power cut, another program's
+output, or the record of a newer version. Readers index, compare and print the fields, so each line is validated once,
+when it is read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MOST_WARMUP_STEPS = 10**6
 
 
 class State(StrEnum):
-    """The state of a run. Only the last four are final until the run is resumed. Unreachable: the run was started on a
-    target that does not answer or that nobody asks; it may still be alive."""
+    """The state of a run. Only the last four are final, until the run is resumed. Unreachable: the target of the run
+    does not answer, or no process asks it; the run may still be alive."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -44,8 +44,8 @@ Check = Callable[[object], bool]
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return the record in a line of the journal, with or without its end, and with numbers in place of the words for
-    those that are not finite; None if the line holds none."""
+    """Parse a line of the event log, with or without its newline. Words for numbers that are not finite become numbers.
+    Return None if the line has no valid record."""
     try:
         record = json.loads(line.decode())
         if b"\\u" in line:  # json reads a lone surrogate, which cannot be printed: encoding it raises ValueError
@@ -60,7 +60,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def is_record(record: Mapping[str, object]) -> TypeGuard[Record]:
-    """Return whether a record has the fields of its kind; an unknown kind needs only the common ones."""
+    """Return whether a record has the fields of its kind. Records of an unknown kind need only the common fields."""
     kind = record.get("kind")
     fields = FIELDS.get(kind, {}) if isinstance(kind, str) else {}
     return all(name in record and check(record[name]) for some in (COMMON, fields) for name, check in some.items())
@@ -70,7 +70,7 @@ NOT_FINITE = {"nan", "inf", "-inf"}
 
 
 def to_json(value: object) -> object:
-    """Replace numbers that are not finite, which JSON lacks: by text, or inside a list by null."""
+    """Replace numbers that are not finite, which JSON lacks: by text, or by null inside a list."""
     match value:
         case float():
             return value if math.isfinite(value) else str(value)
@@ -82,7 +82,7 @@ def to_json(value: object) -> object:
 
 
 def from_json(value: object) -> object:
-    """Undo :func:`to_json`, except in lists: there a text stays text, because a class may be called nan."""
+    """Undo :func:`to_json`, except in lists: a text stays text there, because a class may be called nan."""
     match value:
         case str():
             return float(value) if value in NOT_FINITE else value
@@ -100,7 +100,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a value is a whole number from 0 that every reader can use."""
+    """Return whether a value is a whole number, at least 0, that every reader can use."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_INTEGER
 
 
@@ -122,14 +122,14 @@ def _is_dict_of(check: Check) -> Check:
 
 
 def _is_dict_with(**fields: Check) -> Check:
-    """Check that all of these fields exist and are valid; others may exist."""
+    """Return a check that all these fields exist and are valid. Other fields may exist."""
     return lambda value: (
         isinstance(value, dict) and all(name in value and check(value[name]) for name, check in fields.items())
     )
 
 
 def _is_dict_without_other(**fields: Check) -> Check:
-    """Check that those of these fields that exist are valid; others may exist."""
+    """Return a check that these fields, if they exist, are valid. Other fields may exist."""
     return lambda value: (
         isinstance(value, dict) and all(check(value[name]) for name, check in fields.items() if name in value)
     )

@@ -1,6 +1,6 @@
-"""The types of the journal's records, one a kind; :mod:`sparsebp_cli.run.record` validates what they state.
+"""Define the types of the event log's records, one for each kind. :mod:`sparsebp_cli.run.record` validates them.
 
-A record of an unknown kind, which a newer version wrote, has the common fields only: readers pass it by.
+A record of an unknown kind, which a newer version wrote, has only the common fields. Readers skip it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class MetricsRecord(_Common):
 
 
 class RecordedPolicy(TypedDict):
-    """What a run records of a policy, among other things."""
+    """Part of what a run records about a policy."""
 
     exact: bool
 
 
 class AcceptedChange(TypedDict):
-    """A change of a sealed field that was allowed, and the step from which it holds."""
+    """An accepted change of the config fingerprint, and the step from which it holds."""
 
     field: str
     then: str
@@ -45,7 +45,7 @@ class AcceptedChange(TypedDict):
 
 
 class Facts(TypedDict, total=False):
-    """Facts that readers use; a journal has others, too."""
+    """Facts that readers use. An event log may have others."""
 
     policies: list[RecordedPolicy]
     warmup_steps: int
@@ -55,7 +55,7 @@ class Facts(TypedDict, total=False):
     dataset_digest: str | None
     changes: list[AcceptedChange]
     repeats: str
-    metrics: dict[str, dict[str, str]]  # unit and better direction of metrics that are the recipe's own, by name
+    metrics: dict[str, dict[str, str]]  # by name: unit and direction of the recipe's own metrics
     device: object
     forms: object
 
@@ -83,7 +83,7 @@ class ProofValues(TypedDict):
 
 
 class ProofRecord(_Common):
-    """What a step's backward executed and stored."""
+    """FLOPs that a step's backward executed, and what it stored."""
 
     kind: Literal["proof"]
     step: int
@@ -134,14 +134,14 @@ class ScoresRecord(_Common):
 
 
 class SealRecord(_Common):
-    """What decides the numbers of an attempt."""
+    """The config fingerprint of an attempt."""
 
     kind: Literal["seal"]
     values: dict[str, object]
 
 
 class AllowRecord(_Common):
-    """Fields of the seal that may change."""
+    """Fields of the config fingerprint that may change before the next attempt."""
 
     kind: Literal["allow"]
     fields: list[str]
@@ -163,7 +163,7 @@ class EndRecord(_Common):
     step: int
     text: str
     cause: NotRequired[Literal["diverged", "limit", "paused"]]
-    signal: NotRequired[int]  # that stopped it
+    signal: NotRequired[int]  # the signal that stopped it
     changes: NotRequired[list[list[str]]]
 
 

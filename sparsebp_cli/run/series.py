@@ -1,6 +1,7 @@
-"""A metric over the steps of a run, in columns: 8 bytes a point and 16 a step, where a dictionary takes about 250.
+"""Store a metric over the steps of a run in columns: 8 bytes a value and 16 a step, where a dictionary needs about 250.
 
-Columns of long runs are in a file (:mod:`sparsebp_cli.run.column`)."""
+Columns of long runs are in a file (:mod:`sparsebp_cli.run.column`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Steps = range | Column[int]  # a range as long as no step is missing
 
 
 class _Points(Mapping[int, Value]):
-    """Ascending steps, and something for each. Views read the columns in order instead of searching for each step."""
+    """A mapping from ascending steps to values. Views read columns in order instead of searching for each step."""
 
     @property
     @abstractmethod
@@ -76,7 +77,7 @@ class _Items(ItemsView[int, Value]):
 
 
 def _insert(steps: Steps, place: int, step: int) -> Steps:
-    """Return the steps with another one; a column is changed."""
+    """Return the steps with one more. A column is changed in place."""
     if isinstance(steps, range):
         if not steps or (place == len(steps) and step == steps[-1] + 1):
             return range(steps.start if steps else step, step + 1)
@@ -86,12 +87,12 @@ def _insert(steps: Steps, place: int, step: int) -> Steps:
 
 
 class _Rows:
-    """The steps and times of metrics that were always logged together."""
+    """The steps and times that several metrics share because they were always logged together."""
 
     def __init__(self, num_series: int = 0) -> None:
         self.steps: Steps = range(0)
         self.times: Column[float] = Column("d")
-        self.num_series = num_series  # that have these rows
+        self.num_series = num_series  # number of series that share these rows
 
     def has(self, step: int) -> bool:
         """Return whether a step has a row."""
@@ -100,14 +101,14 @@ class _Rows:
         return self.steps[bisect_left(self.steps, step)] == step
 
     def add(self, step: int, time: float) -> int:
-        """Add a row for a step that has none; return its place."""
+        """Add a row for a new step, and return its index."""
         place = len(self.steps) if not self.steps or step > self.steps[-1] else bisect_left(self.steps, step)
         self.steps = _insert(self.steps, place, step)
         self.times.insert(place, time)
         return place
 
     def part(self, num_series: int) -> _Rows:
-        """Return a copy for some of the series, which leave the others."""
+        """Return a copy for ``num_series`` of the series, which no longer share this object."""
         found = _Rows(num_series)
         found.steps = self.steps if isinstance(self.steps, range) else self.steps.copy()
         found.times = self.times.copy()
@@ -116,10 +117,9 @@ class _Rows:
 
 
 class Series(_Points[Timed]):
-    """Step to time and value. The first value of a step counts, so points are only added."""
+    """Map steps to time and value. The first value of a step counts, so points are only added."""
 
     def __init__(self, points: Mapping[int, Timed] | None = None) -> None:
-        """Begin with some points."""
         self._rows = _Rows(1)
         self._values: Column[float] = Column("d")
         for step, (time, value) in (points or {}).items():
@@ -130,7 +130,7 @@ class Series(_Points[Timed]):
         return self._rows.steps
 
     def without_times(self) -> Mapping[int, float]:
-        """Return step to value; the points are not copied."""
+        """Return step to value, as a view without copying."""
         return _Plain(self._steps, self._values)
 
     def _at(self, place: int) -> Timed:
@@ -143,8 +143,8 @@ class Series(_Points[Timed]):
 def add_together(
     metrics: MutableMapping[str, Series], step: int, time: float, values: Mapping[str, float]
 ) -> dict[str, float]:
-    """Add the values of a step that were logged at one time, and return those of metrics that had none there. Metrics
-    that have always come together keep one column of steps and times between them."""
+    """Add the values that were logged together at one step and time. Return the values of metrics that had none at this
+    step. Metrics that are always logged together share one column of steps and times."""
     if unknown := [name for name in values if name not in metrics]:
         rows = _Rows(len(unknown))
         for name in unknown:
@@ -182,7 +182,7 @@ class _Plain(_Points[float]):
 
 
 def select(series: Mapping[int, float], is_wanted: Callable[[int, float], bool]) -> Mapping[int, float]:
-    """Return the points of ascending steps of which ``is_wanted`` says so."""
+    """Return the points for which ``is_wanted`` is true. ``series`` must have ascending steps."""
     steps: Steps = range(0)
     values: Column[float] = Column("d")
     for step, value in series.items():

@@ -1,8 +1,8 @@
-"""Escaping of untrusted text (journals, stores, other machines, logs) for display, and masking of passwords.
+"""Escape untrusted text (event logs, stores, other machines, logs) for display, and mask passwords.
 
-Terminals interpret control characters, and both terminals and browsers interpret marks of writing direction: a run
-could otherwise repaint the screen, set the clipboard or show a sentence in another order than it is stored. All such
-text passes through :func:`make_visible` first: in the command line where it prints, in the report where it writes.
+Terminals interpret control characters, and both terminals and browsers interpret marks of writing direction. A run
+could otherwise repaint the screen, set the clipboard, or show a sentence in another order than stored. So all such text
+passes through :func:`make_visible` first: in the command line when it prints, in the report when it writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparsebp_cli.page.character import make_visible
 __all__ = ["make_visible", "mask"]
 
 _ADDRESS = re.compile(r"://(\S*)")
-# The possessive `++` keeps long words without a match from taking quadratic time.
+# The possessive `++` avoids quadratic time on long words without a match.
 _OPTION = re.compile(r"(?<![\w.%+-])([\w.%+-]++)(\s?=\s?)('[^']*'|[^&;,\s]+)")
 _SECRET_NAME = re.compile(
     r"(pass|passwd|password|passphrase|pwd|token|secret|credentials?|(api|access|private|secret)_?key|signature)$"
@@ -26,7 +26,7 @@ _HEADER = re.compile(r"\b(Bearer|Basic)\s+[\w+/.=~-]{8,}", re.IGNORECASE)
 
 
 def mask(text: str) -> str:
-    """Replace user, password and secret options of every address in a text by ``***``, in doubt more than needed."""
+    """Replace user, password and secret options of every address in a text by ``***``. In doubt, replace more."""
     text = _ADDRESS.sub(_hide_user, text)
     return _HEADER.sub(r"\1 ***", _OPTION.sub(_hide_secret, text))
 

@@ -1,7 +1,7 @@
-"""Checks of a folder with an adapter of peft, before a library reads it: its type, its keys, its weights.
+"""Check a folder with a peft adapter (type, keys, weights) before a library reads it.
 
-An adapter's config names another model, a library to import its class from, and options by which peft imports others.
-None of these is followed: the base is what the recipe names, and only the options of a known type are passed on.
+An adapter's config names a base model, a library to import its class from, and options by which peft imports others.
+SparseBP follows none of these. The recipe names the base, and only the options of a known type are passed on.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sparsebp_cli.source.weight import check_sidecars
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-INSIDE = "adapter"  # where a run's model folder has the adapter that was merged into it
-# By these peft imports a library that the file names, or asks for a pass over data of its own.
+INSIDE = "adapter"  # the subfolder of a run's model folder that holds the adapter merged into the model
+# With these keys peft imports a library that the file names, or requires its own pass over the data.
 LEADING = ("megatron_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "arrow_config")
 
 
 def find_adapter(name: str, base: str | None = None) -> Path:
-    """Return the folder of an adapter: one of peft, or inside of a run's model folder. Raise DataError if it has none,
-    or if the adapter is merged into the model ``base`` already."""
+    """Return the folder of an adapter: a peft folder, or the adapter inside a run's model folder. Raise DataError if
+    there is none, or if the adapter is already merged into the model ``base``."""
     source = find_source(name, MODELS)
     if not isinstance(source, Path):
         raise DataError(f"{name}: must be a folder with {CONFIG}")
@@ -34,13 +34,14 @@ def find_adapter(name: str, base: str | None = None) -> Path:
         raise DataError(f"{name}: no {CONFIG} in it, nor in its folder {INSIDE}")
     if base is not None and find_source(base, MODELS) == folder.parent:
         raise DataError(
-            f"{name}: is merged into the model {base} already; give the model that it was trained on as name"
+            f"{name}: is already merged into the model {base}; as name give the model on which it was trained"
         )
     return folder
 
 
 def read_adapter(folder: Path) -> Mapping[str, object]:
-    """Return the checked content of an adapter's config. Raise DataError for what must not be followed."""
+    """Return the checked content of an adapter's config. Raise DataError if it is incomplete, of an unknown type, or
+    has keys by which peft would import or read other files."""
     check_sidecars(folder)
     content = read_object(folder / CONFIG, LARGEST_CONFIG)
     if content is None:

@@ -1,4 +1,4 @@
-"""What a model of transformers is trained to do, by its config and the format of the data, without importing it."""
+"""Decide what a transformers model is trained as, from its config and the data format, without importing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsebp_cli.errors import DataError
 
 Architecture = Literal["causal", "masked", "encoder-decoder", "classifier"]
 
-# Tables of transformers.models.auto.modeling_auto, by what their models do.
+# Tables in transformers.models.auto.modeling_auto, by the task of their models.
 TABLES = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -43,9 +43,8 @@ WORDS: dict[Architecture, str] = {
 
 
 def find_architecture(config: Mapping[str, object], data_format: str) -> Architecture:
-    """Return what a model with this config is trained as. Raise DataError if models of its type cannot be trained on
-    data of the format. A type that transformers does not know counts as what the format usually trains: whoever loads
-    it knows more."""
+    """Return how a model with this config is trained. Raise DataError if its type cannot be trained on data of the
+    format. For a type that transformers does not know, return the usual architecture for the format."""
     model_type = config.get("model_type")
     tables = _read_tables()
     if not isinstance(model_type, str) or not any(model_type in types for types in tables.values()):
@@ -53,7 +52,7 @@ def find_architecture(config: Mapping[str, object], data_format: str) -> Archite
     if data_format in FORMATS["classifier"]:
         if model_type in tables["classifier"]:
             return "classifier"
-        raise DataError(f"no model of the type {model_type} classifies texts{_say_others(model_type)}")
+        raise DataError(f"no model of the type {model_type} can classify texts{_say_others(model_type)}")
     found = _find_language_model(config, model_type)
     if found is None:
         raise DataError(
@@ -70,11 +69,11 @@ def find_architecture(config: Mapping[str, object], data_format: str) -> Archite
 
 def _find_language_model(config: Mapping[str, object], model_type: str) -> Architecture | None:
     tables = _read_tables()
-    # A config of a file says it; one that is written by hand leaves the default of its class.
+    # A saved config states it; a config written by hand may rely on the default of its class.
     default = model_type in tables["encoder-decoder"] and model_type not in tables["causal"]
     if config.get("is_encoder_decoder", default):
         return "encoder-decoder" if model_type in tables["encoder-decoder"] else None
-    # BERT and its family can also be loaded as a decoder; then its config says so. BART's decoder alone is one.
+    # BERT-like models can also be loaded as decoders; then their config says so. BART's decoder alone is a decoder.
     if model_type in tables["masked"] and not config.get("is_decoder") and model_type not in tables["encoder-decoder"]:
         return "masked"
     return "causal" if model_type in tables["causal"] else None
@@ -91,7 +90,7 @@ def _say_others(model_type: str) -> str:
 
 @cache
 def _read_tables() -> dict[str, dict[str, str]]:
-    """Return for each kind the classes by model type, out of the source of transformers: importing it takes seconds."""
+    """Map each kind to its classes by model type. Read transformers' source, because importing it takes seconds."""
     found: dict[str, dict[str, str]] = {kind: {} for kind in (*TABLES, *OTHERS)}
     kinds = {name: kind for kind, name in (TABLES | OTHERS).items()}
     spec = find_spec("transformers")

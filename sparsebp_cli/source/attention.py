@@ -1,4 +1,4 @@
-"""Names of attention implementations, and what each needs of a machine, judged without torch."""
+"""Check what an attention implementation needs of a machine, by its name and without torch."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from sparsebp_cli.recipe.schema import HUB_KERNEL
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What an implementation needs."""
+class AttentionNeeds:
+    """The requirements of an attention implementation."""
 
-    package: str = ""  # the module that must be there; empty: none
+    package: str = ""  # the required module; empty: none
     install: str = ""  # its name for pip
     needs_cuda: bool = False
-    why: str = ""  # for a person
+    why: str = ""  # the reason, for an error message
 
 
 ALWAYS = ("sdpa", "eager")
 NEEDS = {
-    "flash_attention_2": Needs("flash_attn", "flash-attn", needs_cuda=True),
-    "flash_attention_3": Needs("flash_attn_interface", "flash-attn-3", needs_cuda=True),
-    "flex_attention": Needs(needs_cuda=True, why="PyTorch has no backward of it for CPUs"),
+    "flash_attention_2": AttentionNeeds("flash_attn", "flash-attn", needs_cuda=True),
+    "flash_attention_3": AttentionNeeds("flash_attn_interface", "flash-attn-3", needs_cuda=True),
+    "flex_attention": AttentionNeeds(needs_cuda=True, why="PyTorch has no backward of it for CPUs"),
 }
-OF_THE_HUB = Needs("kernels", "kernels", needs_cuda=True)
+OF_THE_HUB = AttentionNeeds("kernels", "kernels", needs_cuda=True)
 
 
 def is_kernel(name: str) -> bool:
-    """Whether a name is that of a kernel of the hub, such as ``kernels-community/flash-attn``."""
+    """Return whether a name is that of a hub kernel, such as ``kernels-community/flash-attn``."""
     return re.fullmatch(HUB_KERNEL, name) is not None
 
 
 def refuse_missing_package(name: str) -> None:
-    """Raise AbsentDataError for an implementation whose package is not on this machine."""
+    """Raise AbsentDataError for an implementation whose package is not installed on this machine."""
     needs = _find(name)
     if needs.package and find_spec(needs.package) is None:
         raise AbsentDataError(f"{name} needs the package {needs.install}, which is not installed here; {_always()}")
 
 
 def refuse_device(name: str, device: str) -> None:
-    """Raise DataError for an implementation that does not run on a kind of device, such as ``cpu``."""
+    """Raise DataError for an implementation that does not run on a device type such as ``cpu``."""
     needs = _find(name)
     if needs.needs_cuda and device != "cuda":
         reason = f", because {needs.why}" if needs.why else ""
         raise DataError(f"model.attention: {name} needs a CUDA device{reason}; this run is on {device}; {_always()}")
 
 
-def _find(name: str) -> Needs:
-    return OF_THE_HUB if is_kernel(name) else NEEDS.get(name, Needs())
+def _find(name: str) -> AttentionNeeds:
+    return OF_THE_HUB if is_kernel(name) else NEEDS.get(name, AttentionNeeds())
 
 
 def _always() -> str:

@@ -1,4 +1,4 @@
-"""Texts and labels in the columns of rows: what is missing, and what is of another type, is refused with its place."""
+"""Read texts and labels from the columns of rows. Refuse missing values and other types, and name their place."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from sparsebp_cli.source.reader import Row
 KINDS: dict[type, str] = {str: "text", bool: "a boolean", int: "a number", float: "a number"}  # bool is an int
 Rows = Sequence[Row]
 SHAREGPT = {"messages": "conversations", "role": "from", "content": "value", "user": "human", "assistant": "gpt"}
-# Usual names of columns.
+# Usual column names.
 ASKED = ("prompt", "instruction", "question", "query")
 ANSWERED = ("completion", "response", "output", "answer", "reply")
 
 
 def read_column(rows: Rows, column: str) -> list[object]:
-    """Return the values of a column, None where a row has none. Raise DataError if no row has the column."""
+    """Return the values of a column, with None for rows without one. Raise DataError if no row has the column."""
     if rows and not any(column in row for row in rows):
         raise missing_column(column, dict.fromkeys(name for row in rows for name in row))
     return [row.get(column) for row in rows]
 
 
 def read_texts(rows: Rows, column: str, *, may_be_empty: bool = False) -> list[str]:
-    """Return a column of texts; numbers are written as text. Raise DataError with the place of a row that has no text,
-    something else than a text, or another type than the rows before."""
+    """Return a column of texts. Numbers are converted to text. Raise DataError with the row's place for a missing text,
+    another type than text, or another type than earlier rows have."""
     texts, kinds = [], set[str]()
     for row, value in zip(rows, read_column(rows, column), strict=True):
         kind = _find_kind(value)
@@ -43,9 +43,9 @@ def read_texts(rows: Rows, column: str, *, may_be_empty: bool = False) -> list[s
 
 
 def read_labels(rows: Rows, column: str) -> list[str]:
-    """Return the labels of a column by name: a number or a boolean is named as JSON writes it. Raise DataError with
-    the place of a row that has no label, something else than a name, a whole number or a boolean, or another type than
-    the rows before."""
+    """Return the labels of a column as names. Numbers and booleans get the name that JSON gives them. Raise DataError
+    with the row's place for a missing label, another type than name, whole number or boolean, or another type than
+    earlier rows have."""
     labels, kinds = [], set[str]()
     for row, value in zip(rows, read_column(rows, column), strict=True):
         kind = _find_kind(value)
@@ -63,7 +63,7 @@ def read_labels(rows: Rows, column: str) -> list[str]:
 
 
 def read_numbers(rows: Rows, column: str) -> list[float]:
-    """Return a column of finite numbers. Raise DataError with the place of a row that has something else there."""
+    """Return a column of finite numbers. Raise DataError with the row's place for any other value."""
     numbers = []
     for row, value in zip(rows, read_column(rows, column), strict=True):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -74,7 +74,7 @@ def read_numbers(rows: Rows, column: str) -> list[float]:
 
 
 def name_classes(labels: Iterable[str]) -> list[str]:
-    """Return the classes that occur, each once: whole numbers by size, else by name."""
+    """Return the distinct classes: sorted by value if all are whole numbers, else by name."""
     names = set(labels)
     try:
         return sorted(names, key=lambda name: (int(name), name))
@@ -91,7 +91,7 @@ def missing_column(name: str, columns: Collection[str]) -> DataError:
 
 
 def find_readings(columns: Collection[str]) -> Iterator[dict[str, object]]:
-    """Yield the keys of a recipe's dataset that read columns of usual names, those of the usual format first."""
+    """Yield the dataset keys of recipes that would read these columns, guessed by name; the usual format first."""
     if "messages" in columns:
         yield {"format": "chat"}
     if "conversations" in columns:
@@ -109,7 +109,7 @@ def find_readings(columns: Collection[str]) -> Iterator[dict[str, object]]:
 
 
 def write_keys(keys: Mapping[str, object]) -> str:
-    """Return keys as a recipe has them, in one line."""
+    """Return keys in one line, as a recipe writes them."""
     return yaml.safe_dump(dict(keys), default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)[1:-2]
 
 
@@ -138,7 +138,7 @@ def _refuse_change(row: Row, column: str, kind: str, kinds: set[str]) -> None:
 
 
 def as_rows(rows: Iterable[Mapping[str, object]], source: str) -> list[Row]:
-    """Return rows that know their place, counted from 1, of rows from somewhere else than a file."""
+    """Convert rows that do not come from a file. Their places are counted from 1."""
     return [
         row if isinstance(row, Row) else Row(dict(row), f"{source}, row", number)
         for number, row in enumerate(rows, start=1)

@@ -1,6 +1,7 @@
-"""Conversations of a dataset's rows: lists of messages, or columns with one message each, by a recipe's mapping.
+"""Read conversations from a dataset's rows: lists of messages, or columns with one message each, as the recipe maps
+them.
 
-A message is what the chat template takes: ``role``, ``content``, and whatever else it reads, such as ``tool_calls``.
+A message has the fields that chat templates read: ``role``, ``content``, and others such as ``tool_calls``.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from sparsebp_cli.source.reader import Row
 
 ASSISTANT = "assistant"
 Trained = Literal["assistant", "last", "all"]
-# Roles that templates know. Another one would be written as it stands, and no model has seen it.
+# Roles that templates know. A template would write any other role literally, and no model has seen it.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-NAMED_ROLES = ("system", "user", "assistant", "tool")  # those that a mapping may give another name
+NAMED_ROLES = ("system", "user", "assistant", "tool")  # roles that a mapping may rename
 SEPARATOR = "\n\n"  # between the columns of one message
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of one row, checked, with the weight of each."""
+    """The checked messages of one row, with the weight of each."""
 
     place: str  # of the row, for errors
-    messages: Sequence[Mapping[str, object]]  # empty: columns that hold no text
+    messages: Sequence[Mapping[str, object]]  # empty: the row's columns hold no text
     weights: Sequence[float]  # one for each message
     tools: Sequence[object] | None = None
-    num_given: int = 0  # messages at the beginning that are a prompt, and never trained
+    num_given: int = 0  # number of messages at the start that are the prompt and never trained
 
     def is_trained(self, number: int, train_on: Trained) -> bool:
-        """Return whether a message is one that is trained, if its weight is not 0."""
+        """Return whether a message is trained, unless its weight is 0."""
         if number < self.num_given:
             return False
         if self.num_given or train_on == "all":
@@ -47,14 +48,14 @@ class Conversation:
 
     @property
     def last_of_assistant(self) -> int:
-        """The number of the assistant's last message; -1 without one."""
+        """The index of the assistant's last message; -1 if there is none."""
         numbers = (number for number, message in enumerate(self.messages) if message["role"] == ASSISTANT)
         return max(numbers, default=-1)
 
 
 def read_conversations(rows: Rows, columns: Mapping[str, str | Sequence[str]]) -> list[Conversation]:
-    """Return the conversation of each row. ``columns`` is the recipe's mapping: with ``messages``, or without ``user``
-    and ``assistant``, the rows hold lists of messages; else one column, or several, for each message."""
+    """Return the conversation of each row, by the recipe's mapping ``columns``. With ``messages``, or without ``user``
+    and ``assistant``, the rows hold lists of messages. Otherwise each message has one or several columns."""
     tools = _read_tools(rows, str(columns.get("tools", "tools")), is_given="tools" in columns)
     if _has_columns(columns):
         talks = [_join(row, columns) for row in rows]
@@ -81,7 +82,7 @@ def read_prompts(rows: Rows, prompt_column: str, completion_column: str) -> list
 
 
 def find_prompt(row: Row, columns: Mapping[str, str | Sequence[str]]) -> str:
-    """Return what a conversation begins with, all but its last message, as text: rows with the same belong together."""
+    """Return all messages but the last as text. Rows with equal prompts belong together."""
     if _has_columns(columns):
         names = [columns[role] for role in ("system", "user") if role in columns]
         flat = [name for some in names for name in ([some] if isinstance(some, str) else some)]
@@ -91,18 +92,18 @@ def find_prompt(row: Row, columns: Mapping[str, str | Sequence[str]]) -> str:
 
 
 def _has_columns(columns: Mapping[str, object]) -> bool:
-    """Return whether each message has a column of its own."""
+    """Return whether each message has its own column."""
     return "messages" not in columns and "assistant" in columns
 
 
 def holds_messages(rows: Rows, column: str) -> bool:
-    """Return whether the first row with a value has a list of messages in a column, not a text."""
+    """Return whether the first row with a value in the column has a list of messages, not a text."""
     first = _parse_list(next((row[column] for row in rows if row.get(column) is not None), None))
     return isinstance(first, list) and bool(first) and isinstance(first[0], Mapping)
 
 
 def _parse_list(value: object) -> object:
-    """Return messages that a table, which has texts alone, holds as JSON; and any other value as it is."""
+    """Return the messages that a table column stores as JSON text. Return any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     found = _parse(value)
@@ -112,8 +113,8 @@ def _parse_list(value: object) -> object:
 
 
 def _parse_arguments(call: object) -> object:
-    """Return a tool call with an object of arguments, where it has them as JSON text: a template that writes JSON would
-    write that text in quotes."""
+    """Return a tool call with its arguments parsed, if they are JSON text: a template that writes JSON would quote the
+    text."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         return call
@@ -135,7 +136,7 @@ def _parse(text: str) -> object:
 def read_messages(
     row: Row, value: object, column: str, columns: Mapping[str, str | Sequence[str]]
 ) -> list[dict[str, object]]:
-    """Return the messages in a column of a row, with the names that templates read."""
+    """Return the messages in a column of a row, renamed to the keys and roles that templates read."""
     value = _parse_list(value)
     if not isinstance(value, list) or not value:
         got = "nothing" if value is None else show_with_type(value)
@@ -149,7 +150,7 @@ def read_messages(
             raise DataError(
                 f"{place}: must be a mapping with {role_key} and {content_key}, got {show_with_type(given)}"
             )
-        # A reader of tables fills what a message has not with nulls, which templates would write as None.
+        # Table readers fill missing fields with nulls, which templates would write as None.
         message = {str(key): part for key, part in given.items() if part is not None}
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [_parse_arguments(call) for call in calls]
@@ -191,8 +192,8 @@ def _advise_role(role: str) -> str:
 
 
 def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str, object]]:
-    """Return the messages of a row that has one in each of some columns; an empty one of the system is left out. Return
-    none if the user or the assistant has no text: such a row gives no example."""
+    """Return the messages of a row whose columns hold one message each. Leave out an empty system message. Return no
+    messages if the user or the assistant has no text: such a row gives no example."""
     messages: list[dict[str, object]] = []
     for role in ("system", "user", "assistant"):
         given = columns.get(role, ())
@@ -200,7 +201,7 @@ def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str
         parts = []
         for name in names:
             if name not in row:
-                read_column([row], name)  # raises, and lists what there is
+                read_column([row], name)  # raises an error that lists the columns
             value = row[name]
             if value is not None and not isinstance(value, str | int | float):
                 raise DataError(f"{row.place}: column {name!r} must be text, got {show_with_type(value)}")
@@ -214,7 +215,7 @@ def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str
 
 
 def _weigh(row: Row, messages: Sequence[dict[str, object]]) -> list[float]:
-    """Take each message's own weight out of it, and return them; 1 where it has none."""
+    """Remove each message's weight and return the weights; 1 for messages without one."""
     weights = []
     for number, message in enumerate(messages):
         weight = message.pop("weight", 1)
@@ -225,7 +226,7 @@ def _weigh(row: Row, messages: Sequence[dict[str, object]]) -> list[float]:
 
 
 def _read_tools(rows: Rows, column: str, *, is_given: bool) -> list[Sequence[object] | None]:
-    """Return the tools of each row: a list of schemas, or the JSON of one; None where a row has none."""
+    """Return the tools of each row, a list of schemas or its JSON; None for rows without tools."""
     if not is_given and not any(column in row for row in rows):
         return [None] * len(rows)
     found: list[Sequence[object] | None] = []
@@ -243,13 +244,13 @@ def _read_tools(rows: Rows, column: str, *, is_given: bool) -> list[Sequence[obj
 
 
 def is_path(template: str) -> bool:
-    """Return whether a recipe's chat template is a path, and not the template itself, which a plan holds."""
+    """Return whether a recipe's chat template is a path. A plan holds the template's text instead."""
     return "{" not in template and "\n" not in template
 
 
 def read_template(template: str, folders: Sequence[Path] = ()) -> str:
-    """Return a recipe's chat template; a relative path is searched in the folders in order. Raise DataError if there is
-    no such file, or it holds no template."""
+    """Return the text of a recipe's chat template. A relative path is searched in the folders in order. Raise DataError
+    if the file does not exist or is not a template."""
     if not is_path(template):
         return template
     places = [folder / template for folder in folders] or [Path(template)]

@@ -1,7 +1,7 @@
-"""Checks of a folder of data: which files it may contain, and where its own settings may point.
+"""Check a data folder: which files it may contain, and where its settings may point.
 
-The library that reads data decides by suffix what to do with a file: it unpacks archives, decodes images, and follows
-addresses in a README. Only formats that are also allowed as single files may reach it.
+The library that reads data chooses by suffix what to do with a file. It unpacks archives, decodes images, and follows
+addresses in a README. So a folder may hold only the formats that are also allowed as single files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEADING = ("data_files", "data_dir")
 
 
 def check_folder(folder: Path) -> None:
-    """Raise DataError for a folder that contains other files than data, or whose settings point out of it."""
+    """Raise DataError if a folder contains other files than data, or its settings point outside it."""
     names = 0
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]  # the library skips these too
@@ -68,7 +68,7 @@ def _check_settings(file: Path) -> None:
 
 
 def _find_paths(value: object, seen: set[int]) -> Iterator[str]:
-    """Yield every text within a value. A part that several YAML aliases refer to is visited once."""
+    """Yield every text within a value. Visit parts that several YAML aliases share only once."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list) and id(value) not in seen:

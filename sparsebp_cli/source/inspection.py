@@ -1,4 +1,4 @@
-"""Inspection of the model and the data of a recipe before a run: errors, and what cannot be known on this machine."""
+"""Inspect a recipe's model and data before a run: find errors, and what this machine cannot know."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ from sparsebp_cli.source.name import DATASETS, MODELS, find_source, hub_cache, h
 from sparsebp_cli.source.split import Splits, find_splits, take_rows
 from sparsebp_cli.source.weight import check_weights, refuse_absurd
 
-FEWEST_BLOCKS = 100  # of packed text: with fewer, in bytes, a side may have none
-MOST_SPECIAL = 16  # tokens around an example
-MOST_ROWS = 100_000  # of each split are inspected; the run reads all, with the same reader
-CONTROL_TOKEN = re.compile(r"<[^<>\s]{1,40}>|\[[A-Z]{2,}\]")  # what may be one, such as <eos>, <|end|>, [SEP]
-OWN = ("sparsebp", "sparsebp-tools")  # whose datasets are small and local, and so may be loaded here
+FEWEST_BLOCKS = 100  # of packed text: with fewer (counted in bytes), a split may have no block
+MOST_SPECIAL = 16  # maximal number of special tokens around an example
+MOST_ROWS = 100_000  # number of rows inspected in each split; the run reads all rows, with the same reader
+CONTROL_TOKEN = re.compile(r"<[^<>\s]{1,40}>|\[[A-Z]{2,}\]")  # possible control tokens, such as <eos>, <|end|>, [SEP]
+OWN = ("sparsebp", "sparsebp-tools")  # packages whose datasets are small and local, so that they may be loaded here
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One result of the inspection."""
+class SourceProblem:
+    """A problem that the inspection found."""
 
-    kind: Literal["wrong", "unknown"]  # wrong: the run would fail; unknown: only the machine of the run can tell
+    kind: Literal["wrong", "unknown"]  # wrong: the run would fail; unknown: only the run's machine can tell
     location: Location  # key of the recipe
     text: str  # what is wrong or unknown
-    is_absent: bool = False  # whether another machine may have what this one lacks
+    is_absent: bool = False  # whether another machine may have what is missing here
 
 
-def inspect_sources(recipe: Recipe, folders: Sequence[Path], *, is_here: bool) -> Iterator[Problem]:
-    """Yield the problems of the model and the data that a recipe names, without torch, transformers or the network.
-    Relative paths are searched in the folders in order. ``is_here`` is whether the run is to execute on this machine;
-    files missing here may exist on another one."""
+def inspect_sources(recipe: Recipe, folders: Sequence[Path], *, is_here: bool) -> Iterator[SourceProblem]:
+    """Yield problems of the model and data that a recipe names, without torch, transformers or network. Relative paths
+    are searched in the folders in order. ``is_here`` says whether the run executes on this machine; otherwise files
+    missing here may exist there."""
     for check in (_inspect_model, _inspect_reference, _inspect_template, _inspect_data):
         for found in check(recipe, folders):
             if found.is_absent and not is_here:
-                yield Problem("unknown", found.location, f"{found.text}; the machine of the run may have one")
+                yield SourceProblem("unknown", found.location, f"{found.text}; the machine of the run may have one")
             else:
                 yield found
 
 
 def needs_tokens(section: DatasetSection, folders: Sequence[Path]) -> bool:
-    """Return whether only a tokenizer can tell what is wrong with the data: prompts may have other tokens when they are
-    sent, a text may hold control tokens, more than a tenth of the rows may be dropped or cut, or nothing be left. No
-    text has more tokens than bytes, but for special tokens. Raise DataError as the run would."""
-    # The data of this distribution are text that its tests look at; tokenising all of it takes half a minute.
+    """Return whether only a tokenizer can find the data's problems. A model may tokenise prompts differently when it is
+    asked, or texts may hold control tokens. Too many rows may be dropped or cut, or no data may be left. Apart from
+    special tokens, a text has at most as many tokens as bytes. Raise DataError as the run would."""
+    # Tests check the texts of our own datasets; tokenising them all takes half a minute.
     is_ours = section.name in entry_points(group=DATASETS).names and _is_own(section.name)
     if section.format == "chat" or (section.format == "completion" and not is_ours):
         return True
@@ -84,18 +84,20 @@ def needs_tokens(section: DatasetSection, folders: Sequence[Path]) -> bool:
     return False
 
 
-def _problems_of(location: Location, check: Callable[..., object], *args: object, **options: object) -> list[Problem]:
-    """Return the error of a check as a list of at most one problem."""
+def _problems_of(
+    location: Location, check: Callable[..., object], *args: object, **options: object
+) -> list[SourceProblem]:
+    """Run a check and return its error as a list of at most one problem."""
     try:
         check(*args, **options)
     except DataError as error:
-        return [Problem("wrong", location, str(error), isinstance(error, AbsentDataError))]
+        return [SourceProblem("wrong", location, str(error), isinstance(error, AbsentDataError))]
     except OSError as error:
-        return [Problem("wrong", location, f"cannot be read: {error.strerror or error}")]
+        return [SourceProblem("wrong", location, f"cannot be read: {error.strerror or error}")]
     return []
 
 
-def _inspect_model(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
+def _inspect_model(recipe: Recipe, folders: Sequence[Path]) -> Iterator[SourceProblem]:
     section, tokenizer = recipe.model, None
     yield from _problems_of(("model", "attention"), refuse_missing_package, section.attention)
     config: Mapping[str, object] | None = section.config
@@ -135,29 +137,29 @@ def _inspect_model(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]
         yield from _problems_of(("model", "tokenizer" if section.tokenizer else "name"), refuse_mismatch, number, rows)
 
 
-def _find_model(name: str, location: Location, folders: Sequence[Path]) -> tuple[Path | None, list[Problem]]:
-    """Return the folder of a model or tokenizer if it is on this machine, and the problems."""
+def _find_model(name: str, location: Location, folders: Sequence[Path]) -> tuple[Path | None, list[SourceProblem]]:
+    """Return the folder of a model or tokenizer, None if it is not on this machine; and the problems found."""
     try:
         source = find_source(name, MODELS, folders)
         found = source() if callable(source) else source
     except DataError as error:
-        return None, [Problem("wrong", location, str(error), isinstance(error, AbsentDataError))]
-    except Exception as error:  # a plugin's own function may fail in any way
-        return None, [Problem("wrong", location, f"{name} is broken: {type(error).__name__}: {error}")]
+        return None, [SourceProblem("wrong", location, str(error), isinstance(error, AbsentDataError))]
+    except Exception as error:  # a plug-in's function may fail in any way
+        return None, [SourceProblem("wrong", location, f"{name} is broken: {type(error).__name__}: {error}")]
     if isinstance(found, Path):
         return found, []
     cached = hub_folder(name, "models")
     if cached is not None and (cached / "config.json").is_file():
-        return None, []  # a snapshot in the cache may be incomplete, so it is not inspected
+        return None, []  # do not inspect the hub's cache: a snapshot may be incomplete
     return None, [_unknown(name, location, MODELS, folders)]
 
 
-def _unknown(name: str, location: Location, group: str, folders: Sequence[Path]) -> Problem:
+def _unknown(name: str, location: Location, group: str, folders: Sequence[Path]) -> SourceProblem:
     text = f"{name} is not on this machine; the hub may have it"
-    return Problem("unknown", location, f"{text}{search_hint(name, group, [*folders, hub_cache()])}")
+    return SourceProblem("unknown", location, f"{text}{search_hint(name, group, [*folders, hub_cache()])}")
 
 
-def _inspect_reference(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
+def _inspect_reference(recipe: Recipe, folders: Sequence[Path]) -> Iterator[SourceProblem]:
     entries = {(*phase.key, n): entry for phase in recipe.phases for n, entry in enumerate(phase.policies)}
     for key, entry in entries.items():
         policy = make_policy(entry.name, **entry.options)
@@ -169,13 +171,13 @@ def _inspect_reference(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Prob
                 yield from _problems_of(at, read_config, folder)
 
 
-def _inspect_template(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
+def _inspect_template(recipe: Recipe, folders: Sequence[Path]) -> Iterator[SourceProblem]:
     if recipe.dataset.chat_template is not None:
         at: Location = ("dataset", "chat_template")
         yield from _problems_of(at, read_template, recipe.dataset.chat_template, folders)
 
 
-def _inspect_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
+def _inspect_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[SourceProblem]:
     section = recipe.dataset
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
     spans = find_columns(policies)
@@ -183,20 +185,22 @@ def _inspect_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
     try:
         source = find_source(section.name, DATASETS, folders)
     except DataError as error:
-        yield Problem("wrong", name, str(error), isinstance(error, AbsentDataError))
+        yield SourceProblem("wrong", name, str(error), isinstance(error, AbsentDataError))
         return
     if not isinstance(source, Path) and not callable(source):
         known = hub_folder(section.name, "datasets") is not None
         text = f"{section.name} is in the hub's cache: its rows are checked when it runs"
-        yield Problem("unknown", name, text) if known else _unknown(section.name, name, DATASETS, folders)
+        yield SourceProblem("unknown", name, text) if known else _unknown(section.name, name, DATASETS, folders)
         return
     if callable(source) and not _is_own(section.name):
-        yield Problem("unknown", name, f"{section.name} is a dataset of a plugin: it is loaded when the run starts")
+        yield SourceProblem(
+            "unknown", name, f"{section.name} is a dataset of a plugin: it is loaded when the run starts"
+        )
         return
     try:
         splits = find_splits(section, folders)
     except DataError as error:
-        yield Problem("wrong", name, str(error))
+        yield SourceProblem("wrong", name, str(error))
         return
     yield from _inspect_splits(section, splits, spans)
 
@@ -206,12 +210,12 @@ def _is_own(name: str) -> bool:
     return entry.dist is not None and entry.dist.name in OWN
 
 
-def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[str]) -> Iterator[Problem]:
-    """Read the rows of the splits that a recipe names as the run will, and yield what is wrong with the first one."""
+def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[str]) -> Iterator[SourceProblem]:
+    """Read the rows of the recipe's splits as the run will, and yield the first problem."""
     keys = {key: getattr(section, key) for key in ("split", "eval_split", "test_split")}
     for key, wanted in keys.items():
         if wanted is not None and wanted not in splits:
-            yield Problem("wrong", ("dataset", key), str(missing_split(wanted, splits)))
+            yield SourceProblem("wrong", ("dataset", key), str(missing_split(wanted, splits)))
             return
     for key, wanted in keys.items():
         try:
@@ -219,7 +223,7 @@ def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[s
                 [] if wanted is None else take_rows(splits, wanted, min(section.max_examples or MOST_ROWS, MOST_ROWS))
             )
         except DataError as error:
-            yield Problem("wrong", ("dataset", "name"), str(error))
+            yield SourceProblem("wrong", ("dataset", "name"), str(error))
             return
         problems = list(_inspect_rows(section, rows, spans if key == "split" else ()))
         yield from problems
@@ -227,7 +231,7 @@ def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[s
             return
 
 
-def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -> Iterator[Problem]:
+def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -> Iterator[SourceProblem]:
     if section.format == "chat":
         yield from _problems_of(("dataset", "columns"), read_conversations, rows, section.columns)
     elif section.format == "completion" and holds_messages(rows, section.prompt_column):

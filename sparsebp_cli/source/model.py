@@ -1,4 +1,4 @@
-"""Checks of the files of a model: whether it can be loaded, its longest sequence, and the size of its vocabulary."""
+"""Check the files of a model: whether it can be loaded, its longest sequence, and its vocabulary size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from sparsebp_cli.errors import DataError
 
 LONGEST = ("max_position_embeddings", "n_positions")  # the second is GPT-2's name for the first
-# Of keys with an underscore, which set what transformers keeps to itself: names alone of these, and of the others no
-# words, since words choose code (`_attn_implementation` takes that of a repository). Numbers choose none.
+# Underscore keys set private attributes of transformers. Allow only those below to be text, because text can select
+# code: `_attn_implementation` can name code from a repository. Numbers select no code.
 HARMLESS = ("_name_or_path", "_model_name_or_path", "_diffusers_version")
 BUILT_IN = {"_attn_implementation": ("eager", "sdpa"), "_attn_implementation_internal": ("eager", "sdpa")}
 LARGEST_CONFIG = 4 * 1024 * 1024
@@ -19,17 +19,15 @@ TOKENIZER_WORDS = ("token", "vocab", "spiece", "bpe", ".model")
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """Return the content of a model's config.json. Raise DataError if there is none, it is no JSON object, or it can
-    execute code."""
+    """Return the content of a model's config.json. Raise DataError if it is missing, not a JSON object, or can execute
+    code."""
     file = folder / "config.json"
     if not folder.is_dir():
         raise DataError(f"{folder}: must be a folder with config.json and safetensors, got a file")
     config = read_object(file, LARGEST_CONFIG)
     if config is None:
         if (folder / "adapter_config.json").is_file() and not file.exists():
-            raise DataError(
-                f"{folder}: has adapters alone: name their base here, and this folder as model.adapter of a recipe"
-            )
+            raise DataError(f"{folder}: has only adapters: name their base here, and this folder as model.adapter")
         raise DataError(f"{folder}: no readable config.json")
     _refuse_code(file, config)
     return config
@@ -40,12 +38,12 @@ def _refuse_code(file: Path, config: Mapping[str, object]) -> None:
         is_plain = value is None or isinstance(value, bool | int | float) or value in BUILT_IN.get(key, ())
         if key == "auto_map" or (key.startswith("_") and key not in HARMLESS and not is_plain):
             raise DataError(f"{file}: refused, because {key!r} can make other code run")
-        if isinstance(value, dict):  # the config of a part of the model
+        if isinstance(value, dict):  # the config of a submodel
             _refuse_code(file, value)
 
 
 def read_object(file: Path, largest: int) -> dict[str, object] | None:
-    """Return the JSON object in a file; None if there is none, or the file is larger than ``largest`` bytes."""
+    """Return the JSON object in a file; None if it has none or is larger than ``largest`` bytes."""
     try:
         if not file.is_file() or file.stat().st_size > largest:
             return None
@@ -56,7 +54,7 @@ def read_object(file: Path, largest: int) -> dict[str, object] | None:
 
 
 def check_files(folder: Path, *, has_tokenizer: bool) -> None:
-    """Raise DataError if a folder lacks weights in safetensors or, if required, a tokenizer."""
+    """Raise DataError if a folder lacks safetensors weights or, if ``has_tokenizer``, a tokenizer."""
     names = [file.name for file in folder.iterdir()]
     if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         raise DataError(f"{folder}: no weights in safetensors; it has {', '.join(sorted(names)[:10]) or 'nothing'}")
@@ -74,7 +72,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def refuse_too_long(config: Mapping[str, object], max_seq_length: int) -> None:
-    """Raise DataError if sequences are longer than the positions in a model's config."""
+    """Raise DataError if ``max_seq_length`` exceeds the number of positions in a model's config."""
     text = config.get("text_config")
     known = {**config, **text} if isinstance(text, Mapping) else config
     longest = next((value for name in LONGEST if isinstance(value := known.get(name), int)), None)
@@ -83,7 +81,7 @@ def refuse_too_long(config: Mapping[str, object], max_seq_length: int) -> None:
 
 
 def refuse_mismatch(num_tokens: int, num_rows: int) -> None:
-    """Raise DataError if a tokenizer has more tokens, added ones included, than the model's embedding has rows."""
+    """Raise DataError if a tokenizer has more tokens (with added ones) than the model's embedding has rows."""
     if num_tokens > num_rows:
         raise DataError(
             f"the tokenizer has {num_tokens} tokens, more than the {num_rows} rows of the model's embedding"
@@ -91,7 +89,7 @@ def refuse_mismatch(num_tokens: int, num_rows: int) -> None:
 
 
 def count_tokens(folder: Path) -> int | None:
-    """Return the number of a tokenizer's tokens, added ones included; None if its files do not tell."""
+    """Return a tokenizer's number of tokens, with added ones; None if its files do not tell."""
     content = read_object(folder / "tokenizer.json", LARGEST_TOKENIZER)
     model = (content or {}).get("model")
     vocabulary = model.get("vocab") if isinstance(model, Mapping) else None

@@ -1,4 +1,4 @@
-"""Resolution of the name of a model or dataset: an installed name, a file of a package, a path, or an id of the hub."""
+"""Resolve the name of a model or dataset: an installed name, a file of a package, a path, or a hub id."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sparsebp_cli.policy.error_text import shorten
 MODELS = "sparsebp.models"
 DATASETS = "sparsebp.datasets"
 PACKAGE = "package:"
-# Names that were built in, and are in sparsebp-tools.
+# Names that were built in, and are now in sparsebp-tools.
 TOOLS = {MODELS: ("minilm-l6", "smollm2-135m"), DATASETS: ("brown-genres", "movie-snippets")}
-MOST_NAMES = 10_000  # compared with a misspelt one
+MOST_NAMES = 10_000  # number of names compared with a misspelt one
 
 
 def find_source(name: str, group: str, folders: Sequence[Path] = ()) -> str | Path | Any:
-    """Return the loaded entry point of an installed name, the path of ``package:PACKAGE/PATH`` or of a local path
-    (relative to the folders in order, by default the working folder), or else the hub id unchanged. Raise DataError if
-    a path or package does not exist, or the entry point is broken."""
-    # Installed names first. See decision 27.
+    """Resolve a name. Return the loaded entry point of an installed name, the path of ``package:PACKAGE/PATH`` or of a
+    local path, or else the hub id unchanged. Relative paths are searched in the folders in order, by default the
+    working folder. Raise DataError if a path or package does not exist, or the entry point is broken."""
+    # Try installed names first. See decision 27.
     for entry in entry_points(group=group):
         if entry.name == name:
             try:
@@ -45,8 +45,8 @@ def find_source(name: str, group: str, folders: Sequence[Path] = ()) -> str | Pa
 
 
 def find_path(name: str, folders: Sequence[Path]) -> Path | None:
-    """Return the first existing path, absolute; a relative name is searched in the folders in order, and ``~`` is the
-    user's home. None if there is none."""
+    """Return the first existing path, absolute; None if there is none. A relative name is searched in the folders in
+    order, and ``~`` is the user's home."""
     try:
         path = Path(name).expanduser()
         for folder in folders:
@@ -58,13 +58,13 @@ def find_path(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a path: an id of the hub has at most one slash and no suffix of a data file."""
+    """Return whether a name can only be a path. A hub id has at most one slash and no suffix of a data file."""
     suffixes = (".txt", ".text", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".safetensors", ".gz", ".zst")
     return name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith(suffixes)
 
 
 def search_hint(name: str, group: str, folders: Sequence[Path]) -> str:
-    """Return the searched folders and the nearest known name, to be appended to an error."""
+    """Return the searched folders and the nearest known name, to append to an error."""
     try:
         path = Path(name).expanduser()
     except RuntimeError:  # the home of an unknown user
@@ -75,7 +75,7 @@ def search_hint(name: str, group: str, folders: Sequence[Path]) -> str:
 
 
 def hub_folder(name: str, kind: str) -> Path | None:
-    """Return the newest snapshot of an id of ``models`` or ``datasets`` in the hub's cache; None if there is none."""
+    """Return the newest cached snapshot of a hub id, of kind ``models`` or ``datasets``; None if there is none."""
     snapshots = hub_cache() / f"{kind}--{name.replace('/', '--')}" / "snapshots"
     try:
         found = [folder for folder in snapshots.iterdir() if folder.is_dir()]
@@ -85,7 +85,7 @@ def hub_folder(name: str, kind: str) -> Path | None:
 
 
 def hub_cache() -> Path:
-    """Return the cache folder of the hub's library."""
+    """Return the cache folder of the hub library."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 

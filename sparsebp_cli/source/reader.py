@@ -1,9 +1,9 @@
-"""The one reader of data files, for the inspection before a run and for the run itself.
+"""Read data files, with the same code for the inspection before a run and for the run itself.
 
-It reads values as they stand: ``NA`` in a table is the text NA, and ``01`` is not 1. A table has texts alone, JSON and
-Parquet their own types. Each row knows its file and line (of a Parquet file or a JSON array: its row, counted from 1).
-Files may be compressed, with a further suffix ``.gz`` or ``.zst``. What they unpack to has a limit, because ten
-kilobytes of Parquet can be 400 GB of text.
+Values are read literally: ``NA`` in a table is the text NA, and ``01`` is not 1. Tables have only texts; JSON and
+Parquet have their own types. Each row knows its file and line; in a Parquet file or a JSON array, its row (from 1).
+Files may be compressed, with a further suffix ``.gz`` or ``.zst``. The unpacked size has a limit, because ten kilobytes
+of Parquet can be 400 GB of text.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 FORMATS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 FORMATS |= {".tsv": "csv", ".parquet": "parquet"}
 COMPRESSED = (".gz", ".zst")
-BATCH_ROWS = 1000  # of a Parquet file
+BATCH_ROWS = 1000  # rows read at once from a Parquet file
 LONGEST_LINE = 256 * 1024 * 1024  # bytes; a compressed file of one endless line would fill the memory
 
-UNPACKED_BYTES = 64 * 1024 * 1024  # of any dataset
-MOST_TIMES = 100  # of its size: texts that repeat themselves pack to a twentieth
-ROW_BYTES = 200  # that a row takes in memory beside its values
+UNPACKED_BYTES = 64 * 1024 * 1024  # any dataset may unpack to this
+MOST_TIMES = 100  # larger ones to this multiple of their size: repetitive texts compress to a twentieth
+ROW_BYTES = 200  # memory that a row takes beside its values
 
 
 class UnpackBudget:
-    """How much the files of a split may unpack to, together."""
+    """Limit the total unpacked size of a split's files."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """Take the files, of which some may be missing."""
+        """Set the limit from the files' sizes. Missing files count as empty."""
         sizes = (file.stat().st_size for file in files if file.is_file())
         self.largest = max(UNPACKED_BYTES, MOST_TIMES * sum(sizes))
         self._taken = 0
 
     def take(self, file: Path, size: int) -> None:
-        """Count bytes that were unpacked, or will be next. Raise DataError if they are too many."""
+        """Count bytes that were unpacked, or will be next. Raise DataError if the total exceeds the limit."""
         self._taken += size
         self.check(file, self._taken)
 
     def check(self, file: Path, size: int) -> None:
-        """Raise DataError if so many bytes would be too many."""
+        """Raise DataError if ``size`` bytes exceed the limit."""
         if size > self.largest:
             raise DataError(
                 f"{file}: unpacks to more than {self.largest >> 20} MiB, over {MOST_TIMES} times its size; if that is "
@@ -60,31 +60,31 @@ class UnpackBudget:
 
 
 class Row(dict[str, object]):
-    """A row by column, and where it is."""
+    """A row as a mapping from columns to values, with its place."""
 
     __slots__ = ("number", "source")
 
     def __init__(self, values: dict[str, object], source: str, number: int | None = None) -> None:
-        """Take the values. ``source`` is its file and, before the number, the word line or row."""
+        """Store the values. ``source`` is the file, followed by ``, line`` or ``, row`` if there is a number."""
         super().__init__(values)
         self.source = source
         self.number = number
 
     @property
     def place(self) -> str:
-        """File and line, or file and row, for an error."""
+        """File and line, or file and row, for error messages."""
         return self.source if self.number is None else f"{self.source} {self.number}"
 
 
 def find_suffix(file: Path) -> str:
-    """Return the suffix that says the format of a file: of ``a.jsonl.gz``, it is ``.jsonl``."""
+    """Return the suffix that determines a file's format: ``.jsonl`` for ``a.jsonl.gz``."""
     return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
 
 
 def iter_rows(file: Path, budget: UnpackBudget | None = None) -> Iterator[Row]:
-    """Yield the rows of a data file, one after the other. ``budget`` is that of all files which are read with it. Raise
-    DataError with the line, or the row, if one cannot be read, and if the file is empty, of no known format, or unpacks
-    to too much."""
+    """Yield the rows of a data file one by one. ``budget`` is shared by all files read together. Raise DataError with
+    the line or row if one cannot be read. Raise it also if the file is empty, of unknown format, or unpacks to too
+    much."""
     kind = FORMATS.get(find_suffix(file))
     if kind is None or (kind == "parquet" and file.suffix in COMPRESSED):
         allowed = f"{', '.join(FORMATS)}, and with a further .gz or .zst all but .parquet"
@@ -121,7 +121,7 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _iter_lines(file: Path, budget: UnpackBudget) -> Iterator[str]:
-    """Yield the lines with their ends, decoded; the mark at the start of some UTF-8 files is left out."""
+    """Yield decoded lines with their ends, without the byte order mark that some UTF-8 files start with."""
     number, longest = 0, min(LONGEST_LINE, budget.largest)
     with _open(file) as stream:
         while line := stream.readline(longest + 1):
@@ -144,7 +144,8 @@ def _iter_document(file: Path, budget: UnpackBudget) -> Iterator[Row]:
 
 
 def _iter_json(file: Path, budget: UnpackBudget) -> Iterator[Row]:
-    lines = _iter_lines(file, UnpackBudget([file]))  # a look at the beginning, or at a whole that may be no JSON text
+    # Use a budget of this file alone: these lines are only a look at the start, or turn out not to be one JSON text.
+    lines = _iter_lines(file, UnpackBudget([file]))
     first = next((line for line in lines if line.strip()), "")
     if find_suffix(file) == ".json" or first.lstrip().startswith("["):
         text = "".join([first, *lines])
@@ -164,8 +165,8 @@ def _iter_json(file: Path, budget: UnpackBudget) -> Iterator[Row]:
 
 
 def _parse_whole(file: Path, text: str) -> list[dict[str, object]] | None:
-    """Return the rows of a file that is one JSON text: an array of objects, or one object. None if it is not one
-    text, but lines of JSON."""
+    """Return the rows of a file that is one JSON text (an array of objects, or one object); None if it holds lines of
+    JSON."""
     try:
         whole = _parse(text, str(file), is_whole=True)
     except DataError:
@@ -195,7 +196,7 @@ def _as_object(value: object, place: str) -> dict[str, object]:
 def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
     try:
         found: object = json.loads(text, object_pairs_hook=_refuse_twice, parse_float=WrittenNumber)
-        if "\\u" in text:  # an escape of half a character is JSON, and no text
+        if "\\u" in text:  # JSON allows an escaped half of a character, which is not valid text
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeEncodeError as error:
@@ -207,16 +208,15 @@ def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
     except RecursionError:
         raise DataError(f"{place}: not JSON: nested too deeply") from None
     except _TwiceError as error:
-        raise DataError(f"{place}: the key {shorten(str(error))!r} stands twice") from None
-    except ValueError:  # Python's limit of digits
+        raise DataError(f"{place}: the key {shorten(str(error))!r} occurs twice") from None
+    except ValueError:  # Python's limit on digits
         raise DataError(f"{place}: not JSON: a number is too long") from None
 
 
 class WrittenNumber(float):
-    """A number that knows how its file writes it, which is its text where a text is asked for: 1e-7, 0.30."""
+    """A number that remembers how its file writes it, such as 1e-7 or 0.30, for use as text."""
 
     def __init__(self, text: str) -> None:
-        """Take the number as it is written."""
         self.text = text
 
     def __str__(self) -> str:
@@ -224,7 +224,7 @@ class WrittenNumber(float):
 
 
 class _TwiceError(Exception):
-    """A key that an object has twice."""
+    """An object has the same key twice."""
 
 
 def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -236,15 +236,15 @@ def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _iter_table(file: Path, budget: UnpackBudget) -> Iterator[Row]:
-    csv.field_size_limit(LONGEST_LINE)  # of the whole process; its default is shorter than many texts
+    csv.field_size_limit(LONGEST_LINE)  # applies to the whole process; the default is shorter than many texts
     delimiter = "\t" if find_suffix(file) == ".tsv" else ","
-    # strict: an open quote would take the rest of the file for one value
+    # strict: else an open quote would take the rest of the file as one value
     reader = csv.reader(_iter_lines(file, budget), delimiter=delimiter, strict=True)
     try:
         header = next(reader, [])
         for name in header:
             if header.count(name) > 1:
-                raise DataError(f"{file}, line 1: the column {shorten(name)!r} stands twice")
+                raise DataError(f"{file}, line 1: the column {shorten(name)!r} occurs twice")
         num_rows, last = 0, reader.line_num
         for values in reader:
             number, last = last + 1, reader.line_num
@@ -269,7 +269,7 @@ def _iter_parquet(file: Path, budget: UnpackBudget) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(file) as plain:
             texts = _check_footer(file, plain.metadata, budget)
-        # Texts as numbers into a list of different ones, as a file may store them: so their size is known before they
+        # Read texts as indices into a dictionary, as the file may store them, so that their size is known before they
         # are unpacked.
         with pyarrow.parquet.ParquetFile(file, read_dictionary=texts) as table:
             for batch in table.iter_batches(BATCH_ROWS):
@@ -285,8 +285,7 @@ def _iter_parquet(file: Path, budget: UnpackBudget) -> Iterator[Row]:
 
 
 def drop_nulls(row: Mapping[str, object]) -> dict[str, object]:
-    """Return a row of a table in Arrow's types without the nulls inside of its values: there each object of a column
-    has the keys of all of them."""
+    """Return a table row without nulls in its values: Arrow gives each object of a column the keys of all objects."""
     return {name: _drop(value) for name, value in row.items()}
 
 
@@ -297,8 +296,8 @@ def _drop(value: object) -> object:
 
 
 def _check_footer(file: Path, footer: FileMetaData, budget: UnpackBudget) -> list[str]:
-    """Return the columns of texts. Raise DataError if a part of a Parquet file would unpack to too much by its own
-    account: a part may be unpacked at once."""
+    """Return the columns of texts. Raise DataError if a part of the file would unpack to too much by its own metadata,
+    because a part may be unpacked at once."""
     columns = [footer.schema.column(number) for number in range(footer.num_columns)]
     for group in map(footer.row_group, range(footer.num_row_groups)):
         for number, column in enumerate(columns):
@@ -308,7 +307,7 @@ def _check_footer(file: Path, footer: FileMetaData, budget: UnpackBudget) -> lis
 
 
 def _find_size(values: Array) -> int:
-    """Return the bytes of values, each text counted as often as it occurs."""
+    """Return the number of bytes of the values. Each text counts as often as it occurs."""
     import pyarrow.compute
     import pyarrow.types
 

@@ -1,7 +1,7 @@
-"""Models whose adapters were merged over a quantised base: quantised again, they lose what the adapters learnt.
+"""Detect models whose adapters were merged over a quantised base. Quantising them again loses what the adapters learnt.
 
-The restored weights of the base lie on the few values of its type. What adapters add is mostly smaller than the
-distance to the next value, so quantising the sum returns the base.
+A dequantised base has only the few values of its quantised type. What adapters add is mostly smaller than the distance
+to the next value, so quantising the sum returns the base.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-TAG = "merged-over-"  # and the type of the base; among the tags of a model card
+TAG = "merged-over-"  # followed by the base's type: a tag in a model card
 LARGEST = 1024 * 1024
 
 
 def find_rounded(folder: Path) -> str | None:
-    """Return the type to which the base of a merged model was quantised; None if nothing in its folder says so: the
-    card of ``sparsebp model``, or the plan of the run that the folder belongs to."""
+    """Return the type to which a merged model's base was quantised. Return None if neither the model card of ``sparsebp
+    model`` nor the plan of the folder's run says so."""
     lines = _read(folder / "README.md").split("\n---\n")[0].splitlines()
     tags = [line.removeprefix("- ").strip("'\"") for line in lines if line.startswith("- ")]
     found = next((tag.removeprefix(TAG) for tag in tags if tag.startswith(TAG)), None)

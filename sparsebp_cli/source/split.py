@@ -1,4 +1,4 @@
-"""The splits of a dataset that a recipe names, each read when it is asked for."""
+"""Find the splits of a dataset that a recipe names. Each is read only when requested."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sparsebp_cli.source.name import DATASETS, find_source
 from sparsebp_cli.source.reader import FORMATS, Row, UnpackBudget, drop_nulls, find_suffix, iter_rows
 
 Splits = Mapping[str, Callable[[], Iterator[Row]]]
-PLAIN = {"Value", "ClassLabel", "Json"}  # features of datasets; reading another one may open files that a row names
+PLAIN = {"Value", "ClassLabel", "Json"}  # features of datasets; reading any other may open files that a row names
 
 
 def find_splits(section: DatasetSection, folders: Sequence[Path] = ()) -> Splits:
-    """Return the splits of a dataset by name: functions that read their rows. A single file is the training split.
+    """Return the splits of a dataset by name, as functions that read their rows. A single file is the training split.
     Relative paths are searched in the folders in order, by default in the working folder. Raise DataError if the
-    dataset cannot be found, or it is a folder with other files than data."""
+    dataset is not found, or is a folder with other files than data."""
     source = find_source(section.name, DATASETS, folders)
     if callable(source):
         return _of_tables(source(), section.name)
@@ -35,7 +35,7 @@ def find_splits(section: DatasetSection, folders: Sequence[Path] = ()) -> Splits
 
 
 def take_rows(splits: Splits, name: str, most: int | None) -> list[Row]:
-    """Return the rows of a split, at most so many from its start. Raise DataError if there is no such split, or a row
+    """Return at most ``most`` rows from the start of a split. Raise DataError if the split does not exist or a row
     cannot be read."""
     if name not in splits:
         raise missing_split(name, splits)
@@ -60,8 +60,8 @@ def _of_tables(tables: Mapping[str, Any], name: str) -> Splits:
 
 
 def find_files(folder: Path, section: DatasetSection) -> dict[str, list[Path]]:
-    """Return the data files of a folder by split, by the rules of ``datasets``: by their names, or as the folder's
-    README says."""
+    """Return the data files of a folder by split. As in ``datasets``, the files' names or the folder's README determine
+    the split."""
     check_folder(folder)
     from datasets import load_dataset_builder
 
@@ -76,7 +76,7 @@ def find_files(folder: Path, section: DatasetSection) -> dict[str, list[Path]]:
 
 
 def _load_from_hub(section: DatasetSection) -> dict[str, Any]:
-    """Return the splits of an id of the hub. Tables are read as texts, as those of files."""
+    """Return the splits of a hub id. Tables are read as texts, as in files."""
     from datasets import disable_progress_bars, load_dataset, load_dataset_builder
 
     disable_progress_bars()
@@ -89,7 +89,7 @@ def _load_from_hub(section: DatasetSection) -> dict[str, Any]:
 
 
 def _keep_plain(rows: Any, section: DatasetSection) -> Any:
-    """Drop columns of images, audio and the like: reading a row would open and decode the files that it names."""
+    """Drop columns of images, audio and similar types: reading a row would open and decode the files that it names."""
     wanted = {section.text_column, section.label_column, section.prompt_column, section.completion_column}
     kinds = {name: type(feature).__name__ for name, feature in rows.features.items() if not _is_plain(feature)}
     for name in kinds.keys() & wanted:
@@ -98,7 +98,7 @@ def _keep_plain(rows: Any, section: DatasetSection) -> Any:
 
 
 def _is_plain(feature: object) -> bool:
-    """Return whether reading a feature of ``datasets``, including nested ones, decodes no file."""
+    """Return whether reading a feature of ``datasets``, including nested features, decodes no file."""
     if isinstance(feature, dict):
         return all(map(_is_plain, feature.values()))
     if isinstance(feature, list):
@@ -114,7 +114,7 @@ def _cache() -> str:
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn an error of ``datasets``, which raises many types, into one line."""
+    """Turn the many error types of ``datasets`` into a one-line error."""
     try:
         yield
     except SparseBPError:

@@ -1,7 +1,7 @@
-"""Checks of the files next to a model's config.json that decide what is read: adapters, the index of weights, headers.
+"""Check the files next to a model's config.json that decide what is read: adapters, the weight index, headers.
 
-They run before a library opens any of these files. An index can name files of other formats and in other folders, an
-adapter names another model, and a config can describe a model that fits into no memory.
+The checks run before a library opens any of these files. An index can name files of other formats and in other folders,
+an adapter names another model, and a config can describe a model that fits into no memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.run.budget import LARGEST_ARTIFACT, open_regular, read_json
 
 LARGEST_JSON = 256 * 1024 * 1024
-LARGEST_HEADER = 100_000_000  # bytes, of safetensors; the library refuses larger ones itself
+LARGEST_HEADER = 100_000_000  # bytes in a safetensors header; the library itself refuses larger ones
 INDEX = "model.safetensors.index.json"
-# Keys of configs for sizes that are at most the longest side of a tensor, and for numbers of modules.
+# Config keys for sizes (at most the longest side of a tensor), and for numbers of modules.
 SIZES: tuple[str, ...] = (
     "hidden_size",
     "intermediate_size",
@@ -32,11 +32,11 @@ SIZES += ("num_key_value_heads", "n_embd", "n_inner", "n_head", "n_positions", "
 COUNTS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 COUNTS += ("num_decoder_layers", "num_experts", "num_local_experts", "n_routed_experts")
 ALWAYS_ALLOWED = 256  # layers may share their tensors
-# A config without weights beside it may ask for anything. Llama 3.1 405B has 126 layers and is 53,248 wide inside;
-# Gemma 3 has 262,208 tokens.
+# Limits for a config without weights beside it. Llama 3.1 405B has 126 layers and an inner width of 53,248; Gemma 3 has
+# 262,208 tokens.
 LARGEST_SIZE, LARGEST_COUNT = 2**22, 2**13
-# Every architecture has further names for the sides of its tensors and for how many there are. Llama 4 has 10,485,760
-# positions; where they are not learned their number costs nothing.
+# Architectures have further names for tensor sides and counts. Llama 4 has 10,485,760 positions; positions that are not
+# learned cost nothing.
 FURTHER_SIZE = re.compile(
     r"(^|_)(size|sizes|dim|dims|width|widths|rank|heads|state|channels|features|groups|ff|inner|embd|ctx|input|labels)$"
 )
@@ -46,10 +46,10 @@ EXPERTS, MOST_EXPERTS = re.compile(r"experts$"), 2**16  # Doge has 16,384
 
 
 def check_weights(folder: Path, config: Mapping[str, object]) -> None:
-    """Raise DataError for a model folder that points to other files, or whose config asks for a larger model than its
-    weights hold."""
+    """Raise DataError if a model folder points to other files, or its config asks for a larger model than its weights
+    hold."""
     if (folder / "adapter_config.json").exists():
-        raise DataError(f"{folder}: has adapter_config.json, which leads to another model; name that model itself")
+        raise DataError(f"{folder}: has adapter_config.json, which names another model; name that model instead")
     check_sidecars(folder)
     shapes = [shape for name in _name_files(folder) for shape in _read_shapes(folder / name)]
     refuse_absurd(config, str(folder / "config.json"))
@@ -63,9 +63,9 @@ def check_weights(folder: Path, config: Mapping[str, object]) -> None:
 
 
 def check_sidecars(folder: Path) -> None:
-    """Raise DataError for settings in the folder of a model or tokenizer that name code or are too large."""
+    """Raise DataError if settings in a model or tokenizer folder name code or are too large."""
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")]):
-        if file.exists() and not file.is_file():  # opening a pipe waits for ever, and a device may never end
+        if file.exists() and not file.is_file():  # opening a pipe may block for ever, and a device may never end
             raise DataError(f"{file}: is not a regular file")
         if file.suffix == ".json" and file.is_file() and file.stat().st_size > LARGEST_JSON:
             raise DataError(f"{file}: must have at most {LARGEST_JSON} bytes, got {file.stat().st_size}")
@@ -75,8 +75,8 @@ def check_sidecars(folder: Path) -> None:
 
 
 def refuse_absurd(config: Mapping[str, object], source: str) -> None:
-    """Raise DataError for a config with more layers, experts or units than any model has, by which building it would
-    take all memory. ``source`` is named in the error."""
+    """Raise DataError if a config has more layers, experts or units than any real model: building it would fill the
+    memory. Errors name ``source``."""
     place = f"{source}: " if source else ""
     for name, number in _numbers(config):
         most = LARGEST_SIZE
@@ -95,7 +95,7 @@ def refuse_absurd(config: Mapping[str, object], source: str) -> None:
 
 
 def _name_files(folder: Path) -> list[str]:
-    """Return the names of the weight files; each must be safetensors in the folder itself."""
+    """Return the names of the weight files. Each must be a safetensors file in the folder itself."""
     index = folder / INDEX
     if not index.is_file():
         return [name for name in ("model.safetensors",) if (folder / name).is_file()]
@@ -104,7 +104,7 @@ def _name_files(folder: Path) -> list[str]:
         raise DataError(f"{index}: weight_map must be a mapping of tensors to files")
     for name in names.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise DataError(f"{index}: must name safetensors in its own folder, got {shorten(str(name))!r}")
+            raise DataError(f"{index}: must name only safetensors files in the same folder, got {shorten(str(name))!r}")
     return sorted({name for name in names.values() if (folder / name).is_file()})
 
 
@@ -119,8 +119,8 @@ def _read_object(file: Path) -> dict[str, object]:
 
 
 def _read_shapes(file: Path) -> Iterator[list[int]]:
-    """Yield the shapes in a header; none if it is damaged, which safetensors reports itself. Raise DataError for a
-    header that is longer than its file or than any header."""
+    """Yield the shapes in a safetensors header. Yield none if it is damaged, which safetensors reports itself. Raise
+    DataError if the header is longer than its file or the limit."""
     try:
         with open_regular(file) as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -143,7 +143,7 @@ def _refuse_larger(source: str, config: Mapping[str, object], keys: tuple[str, .
 
 
 def _numbers(config: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Yield every number of a config with its name, those of inner configs and of lists, too."""
+    """Yield every number of a config with its name, including those in inner configs and lists."""
     for name, value in config.items():
         for one in value if isinstance(value, list | tuple) else (value,):
             if isinstance(one, dict):

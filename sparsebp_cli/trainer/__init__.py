@@ -1,4 +1,4 @@
-"""PUBLIC. The engine in a ``transformers.Trainer``: a drop-in subclass, and a callback for a trainer of any class."""
+"""PUBLIC. Policies in a ``transformers.Trainer``: a drop-in subclass, and a callback for trainers of any class."""
 
 from sparsebp_cli.trainer.callback import PolicyCallback, PolicyTrainer
 

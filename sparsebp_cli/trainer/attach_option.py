@@ -1,4 +1,4 @@
-"""What the user of a trainer gives for ``attach``, and what of it a resumed training must have in common."""
+"""A trainer's arguments for ``attach``, and the values that a resumed training must share with the earlier one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsebp_cli.policy import Policy, PolicyLike, make_policies
 
 
 class AttachArguments(TypedDict, total=False):
-    """Arguments of ``attach`` that the user may leave to the trainer."""
+    """Arguments of ``attach`` for which the trainer has defaults."""
 
     seed: int
     reference: nn.Module | Literal["batch"]
@@ -24,8 +24,7 @@ class AttachArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class AttachOptions:
-    """Arguments of ``attach`` that the user gives; the trainer adds the model, its optimizer and the number of
-    steps."""
+    """The user's arguments of ``attach``. The trainer adds the model, its optimizer and the number of steps."""
 
     policies: tuple[Policy, ...]
     schedule: Schedule | None
@@ -57,11 +56,11 @@ class AttachOptions:
 
     @property
     def phases(self) -> Schedule:
-        """Where each phase ends, and its policies; one phase without a schedule."""
+        """The end and the policies of each phase. Without a schedule there is one phase."""
         return [(None, self.policies)] if self.schedule is None else self.schedule
 
     def describe(self) -> dict[str, object]:
-        """Return what a resumed training must have in common with the earlier one: plain values by dotted name."""
+        """Return the values that a resumed training must share with the earlier one: plain values by dotted name."""
         found: dict[str, object] = {}
         for place, (until, policies) in enumerate(self.phases):
             start = "" if self.schedule is None else f"schedule.{place}."

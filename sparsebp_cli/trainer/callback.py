@@ -1,6 +1,6 @@
 """Policies in a ``transformers.Trainer`` of any class: the engine is attached while it trains.
 
-A callback of transformers is called when training begins, but it sees neither the loss nor an error. Therefore ``join``
+transformers calls a callback when training begins, but passes it neither the loss nor an error. Therefore ``join``
 wraps some of the trainer's methods and, while a model is attached, the accelerator's ``backward``.
 """
 
@@ -53,19 +53,19 @@ T = TypeVar("T")
 
 
 class PolicyCallback(TrainerCallback):
-    """Policies for a trainer whose class you cannot change: ``PolicyCallback(policies).join(trainer)``.
+    """Adds policies to a trainer whose class you cannot change: ``PolicyCallback(policies).join(trainer)``.
 
     Args:
-        policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
-        schedule: Instead of policies: phases of the training, each with its own, as for
+        policies: Each a policy, its name, or a mapping of ``name`` and its options. Without policies training is dense.
+        schedule: Instead of ``policies``: phases of the training with their policies, as for
             :func:`sparsebp_cli.attach_phases`.
-        backward: Options of the backward pass, such as ``{"sites": "branches"}``. ``update="eager"`` and
+        backward: Options of the backward pass, such as ``{"exclude": ["lm_head"]}``. ``update="eager"`` and
             ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
             layers is an option of ``TrainingArguments``.
-        reference: A model whose losses a policy compares with, as for :func:`sparsebp_cli.attach`.
+        reference: A model with whose losses a policy compares, as for :func:`sparsebp_cli.attach`.
         seed: Seed of random decisions; None: ``args.seed``.
         log_flops_every: Optimizer steps, at least 1, between counts of the FLOPs of one micro-batch, dense and with the
-            policies; the first step is always counted, and the counts are logged. None: never.
+            policies. The callback always counts the first step, and logs the newest counts. None: never count.
 
     Raises:
         UsageError: A policy or an option is wrong.
@@ -91,29 +91,28 @@ class PolicyCallback(TrainerCallback):
         self._undo: list[Callable[[], object]] = []  # called in reverse order to detach; empty while not attached
         self._resumed: Mapping[str, Any] | None = None
         self._counts_next, self._counted = False, dict[str, float]()
-        self._num_candidates: Tensor | int | None = (
-            None  # in the current optimizer step, if a data column marks candidates
-        )
-        self._began = self._logged = 0  # optimizer steps done when this training began, and at the last line of the log
+        # Candidates in the current optimizer step, if a data column marks them.
+        self._num_candidates: Tensor | int | None = None
+        self._began = self._logged = 0  # optimizer steps completed before this training, and at the last log line
 
     def join(self, trainer: Trainer) -> Self:
         """Attach the policies in every training of a trainer from now on.
 
         Args:
-            trainer: Any; its class, model and arguments stay as they are.
+            trainer: A trainer of any class. Its class, model and arguments do not change.
 
         Returns:
-            This callback, which is now one of the trainer's.
+            This callback, which is now one of the trainer's callbacks.
 
         Raises:
-            UsageError: A pattern matches nothing, or the callback belongs to a trainer already.
-            UnsupportedError: Something in the trainer or its model that is not built.
+            UsageError: A pattern matches nothing, or the callback has already joined a trainer.
+            UnsupportedError: The trainer or its model uses an unsupported feature.
         """
         if self._trainer is not None:
             raise UsageError("this PolicyCallback has joined a trainer already: make another one")
         for _, policies in self._attach_options.phases:
             refuse_unsupported(trainer, policies)
-        # Raises errors now rather than in train(), which makes the optimizer.
+        # Raise errors now rather than in train(), which makes the optimizer.
         unused = torch.optim.SGD([torch.zeros(1)], 0.0)
         attach_policies = checking_arguments(trainer, functools.partial(self._attach, trainer, 1, unused))
         try_phases(self._attach_options.phases, attach_policies)
@@ -142,7 +141,7 @@ class PolicyCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Attach the engine: optimizer and wrapped model exist, and a checkpoint has been loaded."""
+        """Attach the engine. Optimizer and wrapped model exist now, and the trainer has loaded the checkpoint."""
         if self._trainer is None:
             raise UsageError("PolicyCallback does not know its trainer: call callback.join(trainer) before train()")
         trainer = self._trainer
@@ -164,7 +163,7 @@ class PolicyCallback(TrainerCallback):
         def backward(loss: Tensor, **kwargs: object) -> None:
             phased.backward(loss, lambda scaled: original(scaled, **kwargs))
 
-        # Somebody else may have put one on the instance: it is put back, and no other is left there.
+        # Another library may have set this attribute on the instance, so restore exactly its state afterwards.
         own = accelerator.__dict__.get("backward")
         accelerator.backward = backward
         self._undo.append(lambda: _restore_backward(accelerator, own))
@@ -183,8 +182,8 @@ class PolicyCallback(TrainerCallback):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine of the current ``train()``, or of the last one; None before the first. With a schedule, that of
-        the current phase."""
+        """The engine of the current ``train()``, or of the last one; None before the first. With a schedule, the engine
+        of the current phase."""
         return None if self._phased is None else self._phased.engine
 
     @property
@@ -261,14 +260,13 @@ class PolicyCallback(TrainerCallback):
         *args: object,
         **kwargs: object,
     ) -> T:
-        # A trainer that generates its micro-batches (trl's GRPOTrainer) gets prompts here, and counts its steps inside.
+        # A trainer that generates its micro-batches (trl's GRPOTrainer) gets prompts here, and counts steps inside.
         if self._counts_next and self.engine is not None and isinstance(inputs, Mapping):
             self._counts_next = False
-            assert self._trainer is not None  # only its wrapped methods ask
+            assert self._trainer is not None  # only its wrapped methods call this
             with restored_counters(self._trainer):
-                self._counted = count_step(
-                    model, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs)
-                )
+                found = count_step(model, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs))
+            self._counted = found or self._counted
         return step(model, inputs, *args, **kwargs)
 
     def _compute_loss(
@@ -312,7 +310,7 @@ class PolicyCallback(TrainerCallback):
     def _evaluate(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         exact: AbstractContextManager[None] = nullcontext()
         if self._is_attached and self.engine is not None and self._trainer is not None:
-            # Policies that leave out rows exactly do so here as well.
+            # Lossless policies skip rows here as well.
             exact = self.engine.scoring(reads="loss") if reads_loss_alone(self._trainer) else exact
         with exact:
             return self._dense(evaluate, *args, **kwargs)
@@ -329,13 +327,13 @@ class PolicyCallback(TrainerCallback):
             step = self._trainer.state.global_step
             if "loss" in logs:
                 logs |= self._counted | interval_values(self.engine, max(1, step - self._logged))
-                self._logged, self._counted = step, {}
+                self._logged = step
             elif "train_loss" in logs:  # the summary at the end of training
                 logs |= total_values(self.engine, max(1, step - self._began))
         return log(logs, *args, **kwargs)
 
     def _save(self, save: Callable[..., object], output_dir: str) -> None:
-        # _save_rng_state makes the folder, and runs before trainer_state.json marks the checkpoint as complete.
+        # _save_rng_state creates the folder, and runs before trainer_state.json marks the checkpoint as complete.
         save(output_dir)
         if self._is_attached and self.engine is not None:
             state = {"engine": self.engine.state_dict(), "choice": self._attach_options.describe()}
@@ -371,22 +369,22 @@ def _restore_backward(accelerator: Accelerator, own: Callable[..., None] | None)
 class PolicyTrainer(Trainer):
     """A ``transformers.Trainer`` whose backward follows policies. It takes the arguments of ``Trainer`` and these.
 
-    The engine is attached while ``train()`` runs; afterwards, however it ended, the model is as it was. Evaluation is
-    dense. Without an approximating policy the trained weights are those of ``Trainer``, bit for bit.
+    The engine is attached while ``train()`` runs. Afterwards, even after an error, the model is restored. Evaluation is
+    dense. Without an approximating policy the trained weights are bit-identical to ``Trainer``'s.
 
     Args:
         *args: Positional arguments of ``Trainer``.
-        policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
-        schedule: Instead of policies: phases of the training, each with its own, such as
+        policies: Each a policy, its name, or a mapping of ``name`` and its options. Without policies training is dense.
+        schedule: Instead of ``policies``: phases of the training with their policies, such as
             ``[{"until": 0.4, "policy": "dense"}, {"policy": [topk]}]``, as for :func:`sparsebp_cli.attach_phases`.
-        backward: Options of the backward pass, such as ``{"sites": "branches"}``. ``update="eager"`` and
+        backward: Options of the backward pass, such as ``{"exclude": ["lm_head"]}``. ``update="eager"`` and
             ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
             layers is an option of ``TrainingArguments``.
-        reference: A model whose losses a policy compares with, as for :func:`sparsebp_cli.attach`.
+        reference: A model with whose losses a policy compares, as for :func:`sparsebp_cli.attach`.
         policy_seed: Seed of random decisions; None: ``args.seed``.
         log_flops_every: Optimizer steps, at least 1, between counts of the FLOPs of one micro-batch, dense and with the
-            policies; the first step is always counted, and the counts are logged. Each count computes the loss twice
-            more, on copies of the batch, and changes nothing else. None: never.
+            policies. The trainer always counts the first step, and logs the newest counts. A count computes the loss
+            twice more, on copies of the batch, and changes nothing else. None: never count.
         **kwargs: Named arguments of ``Trainer``.
 
     Raises:

@@ -1,7 +1,7 @@
 """Engine metrics for a trainer's log, under the names of :mod:`sparsebp_cli.run.metric`.
 
-The FLOPs of a micro-batch are counted in an extra pass: the trainer's own ``total_flos`` is computed from the size of
-the input, whatever the backward skips.
+An extra pass counts the FLOPs of a micro-batch, because the trainer computes its own ``total_flos`` from the size of
+the input, without regard to skipped work.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 def count_step(
     model: nn.Module, engine: Engine, inputs: Mapping[str, object], step: Callable[[Mapping[str, object]], object]
 ) -> dict[str, float]:
-    """Count a forward and backward of a micro-batch, dense and with the policies, without a trace in the training.
-    ``step`` computes the loss of a copy of the inputs and differentiates it through the engine. Return metric values,
-    none if part of the model is compiled or if there are accumulated gradients, which would be lost."""
+    """Count the FLOPs of a micro-batch, dense and with the policies, without effects on the training. ``step`` computes
+    the loss of a copy of the inputs and differentiates it through the engine. Return metric values; none if part of the
+    model is compiled, or if there are accumulated gradients, which would be lost."""
     if is_compiled(model) or any(parameter.grad is not None for parameter in model.parameters()):
         return {}
     counts: dict[Mode, FlopCount] = {}
@@ -47,7 +47,7 @@ def count_step(
 
 @contextmanager
 def restored_counters(trainer: Trainer) -> Iterator[None]:
-    """Restore what a trainer of another library counts in attributes of its own, such as the tokens it has seen."""
+    """Restore counters that another library's trainer stores in its attributes, such as the number of tokens."""
     before = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_counter(value)}
     try:
         yield
@@ -58,7 +58,7 @@ def restored_counters(trainer: Trainer) -> Iterator[None]:
 
 
 def _is_counter(value: object) -> bool:
-    """Return whether a value is a number, or a container of nothing else."""
+    """Return whether a value is a number, or a container of only numbers."""
     if isinstance(value, Mapping):
         return all(_is_counter(one) for one in value.values())
     if isinstance(value, list | deque):
@@ -78,7 +78,7 @@ def _backward_flops(count: FlopCount) -> float:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether part of a model is compiled; under counters it would stay uncompiled for good (torch 2.13)."""
+    """Return whether part of a model is compiled. Under counters it would permanently stay uncompiled (torch 2.13)."""
     from torch._dynamo.eval_frame import OptimizedModule  # private; public torch names no class of compiled modules
 
     return any(isinstance(module, OptimizedModule) or internals.is_compiled(module) for module in model.modules())

@@ -1,7 +1,7 @@
-"""Which micro-batches make one optimizer step of a trainer, for policies that compute once what they have in common.
+"""The micro-batches of one optimizer step of a trainer, for policies that compute their common prefixes once.
 
-A ``transformers.Trainer`` draws them before the first. trl's trainers that generate draw prompts then, and have the
-micro-batches in a buffer of their own once the first of a generation is prepared.
+A ``transformers.Trainer`` draws all of them before the first. trl's generating trainers draw prompts at that time. They
+have the micro-batches in their own buffer after the first micro-batch of a generation is prepared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import Trainer
 
 IGNORED = -100  # a label that trains nothing, as in transformers
 Weigh = Callable[[Mapping[str, Any]], Tensor | None]
-# Methods that decide what a forward of trl's GRPOTrainer or RLOOTrainer gets: another class may do so in another way.
+# Methods that determine the forwards' arguments in trl's GRPOTrainer and RLOOTrainer. Subclasses may override them.
 OF_GENERATION = ("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies")
 
 
@@ -29,11 +29,11 @@ class MicroBatches:
         kind = type(trainer)
         owners = {str(getattr(getattr(kind, name, None), "__module__", "")).partition(".")[0] for name in OF_GENERATION}
         self._generates = owners == {"trl"} and hasattr(trainer, "_buffered_inputs")
-        self._left = self._known = 0  # of this step: that were not prepared yet; of these, that were announced
+        self._left = self._known = 0  # micro-batches of this step not yet prepared, and how many of them are announced
 
     def begin(self, batches: Sequence[object]) -> list[dict[str, Any]]:
-        """Begin a step of as many batches, as they were drawn; return the arguments of their forwards, none if there is
-        nothing to share or they are not known yet."""
+        """Begin a step with the drawn batches. Return the arguments of their forwards; none for a single batch, or if
+        they are not known yet."""
         self._left, self._known = len(batches), 0
         drawn = [batch for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch]
         if len(batches) < 2 or len(drawn) < len(batches):
@@ -41,15 +41,15 @@ class MicroBatches:
         return [self._label(batch) for batch in drawn]
 
     def take(self, weigh: Weigh) -> list[dict[str, Any]]:
-        """Note that the next micro-batch is prepared. Return the arguments of its forward and of those that follow it
-        in this step, if they are known now and were not before. ``weigh`` returns what multiplies all that has a
-        gradient in the loss of each example of a micro-batch, if anything does."""
+        """Record that the next micro-batch is prepared. If the forwards' arguments of this and the following
+        micro-batches of the step have become known, return them. ``weigh`` returns the factor of each example's loss in
+        a micro-batch, or None."""
         trainer, is_announced = self._trainer, self._known > 0
         known, left = max(self._known - 1, 0), self._left
         self._left, self._known = max(left - 1, 0), known
         if not self._generates or is_announced or not trainer.model.training or not trainer._buffered_inputs:  # noqa: SLF001 - trl's own
             return []
-        # The buffer holds a generation; it is gone through num_iterations times, and the next may come within a step.
+        # The trainer uses the buffered generation num_iterations times. The next one may begin within a step.
         size = trainer.args.steps_per_generation
         place = trainer._step  # noqa: SLF001 - trl's own count of micro-batches
         num = min(left, size * trainer.num_iterations - place % (size * trainer.num_iterations))
@@ -61,7 +61,7 @@ class MicroBatches:
         return found
 
     def _label(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch with the labels that trl's trainers of preferences make of a mask when they compute a loss."""
+        """Return a batch with the labels that trl's preference trainers make from a mask in their loss."""
         ids, mask = batch["input_ids"], batch.get("completion_mask")
         is_marked = isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape
         if not is_marked or "labels" in batch:
@@ -69,7 +69,7 @@ class MicroBatches:
         return {**batch, "labels": ids.masked_fill(mask == 0, IGNORED), **self._options}
 
     def _generated(self, inputs: Mapping[str, Any], weigh: Weigh) -> dict[str, Any] | None:
-        """Return the arguments of the forward of answers that were generated; None: there are more, as of pictures."""
+        """Return the forward's arguments for generated answers; None if there are others, such as pictures."""
         scored = inspect.signature(self._trainer._get_per_token_logps_and_entropies).parameters  # noqa: SLF001
         if any(inputs[name] is not None for name in scored.keys() & inputs.keys()):
             return None
@@ -83,6 +83,6 @@ class MicroBatches:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Other arguments of the forwards of trl's trainers that make a loss of their own."""
+        """Further arguments of the forwards in trl's trainers that compute their own loss."""
         balances = {"output_router_logits": True} if getattr(self._trainer, "aux_loss_enabled", False) else {}
         return {"fused_lm_head": True, **balances}

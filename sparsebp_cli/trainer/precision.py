@@ -1,7 +1,7 @@
 """Mixed precision around the engine.
 
-accelerate wraps the forward of the model that it prepares with autocast, as an attribute of the instance, and leaves it
-there after training. The engine's own wrapper must be inside that one.
+accelerate wraps the forward of the model that it prepares with autocast, as an attribute of the instance, and leaves
+the wrapper there after training. The engine's own override must be inside that wrapper.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sparsebp_cli.backward import Engine
 def attach_inside(
     model: nn.Module, accelerator: Accelerator, attach: Callable[[], Engine], *, beside: nn.Module | None = None
 ) -> tuple[Engine, Callable[[], None]]:
-    """Attach an engine inside accelerate's wrapper of the model's forward, if there is one, and inside that of another
-    model ``beside`` it, whose forward it overrides as well. Return the engine and a function that detaches it and
-    restores the models."""
+    """Attach an engine inside accelerate's wrapper of the model's forward, if there is one. ``beside`` is another model
+    whose forward the engine overrides in the same way. Return the engine and a function that detaches it and restores
+    the models."""
     if beside is not None:
         inner: list[Callable[[], None]] = []
 
@@ -39,7 +39,7 @@ def attach_inside(
         return engine, detach_both
     place = model.__dict__
     prepared = place.pop("forward", None) if "_original_forward" in place else None
-    replaced = None  # what another library had made of the forward before accelerate wrapped it
+    replaced = None  # another library's forward before accelerate wrapped it
     if prepared is not None:
         before = place["_original_forward"]
         if getattr(before, "__func__", before) is not type(model).forward:
@@ -66,7 +66,7 @@ def attach_inside(
 
 
 def _in_precision(forward: Callable[..., object], model: nn.Module, accelerator: Accelerator) -> object:
-    """Return a forward wrapped as ``Accelerator.prepare_model`` wraps it."""
+    """Return a forward wrapped like in ``Accelerator.prepare_model``."""
 
     def run(_: nn.Module, *args: object, **kwargs: object) -> object:
         with accelerator.autocast():

@@ -1,4 +1,4 @@
-"""Checks of a ``transformers.Trainer`` against the table of supported combinations, and of what its batches hold."""
+"""Checks of a ``transformers.Trainer`` and its batches against the table of supported combinations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def refuse_unsupported(trainer: Trainer, policies: Sequence[Policy] = ()) -> None:
-    """Raise UnsupportedError for the first thing in a trainer that the engine does not support with these policies."""
+    """Raise UnsupportedError for the first trainer feature that the engine does not support with these policies."""
     pairs = [(PolicyFacts.of(policy), _sees_labels(policy)) for policy in policies]
     facts = [replace(found, facts={"fits_head": False, **found.facts, "sees_labels": sees}) for found, sees in pairs]
     options = _describe(trainer)
@@ -32,27 +32,27 @@ def refuse_unsupported(trainer: Trainer, policies: Sequence[Policy] = ()) -> Non
 
 
 def model_of(trainer: Trainer) -> nn.Module:
-    """Return the model of a trainer, which has made it where it was given a function instead."""
+    """Return the model of a trainer, which exists even if the trainer got ``model_init``."""
     assert trainer.model is not None
     return trainer.model
 
 
 def make_first_batch(trainer: Trainer) -> Mapping[str, object]:
-    """Return a batch of the first example, as the trainer makes it of its data, and leave its random numbers as they
-    are; empty where its class takes arguments for itself, or its data can be read once alone."""
+    """Return the trainer's batch for the first example, without effects on random generators. Return an empty mapping
+    if the trainer's class may use arguments itself, or if its data can be read only once."""
     data: Any = trainer.train_dataset
     own = type(trainer).compute_loss.__module__.partition(".")[0]
     if own not in {"transformers", "trl"} or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return {}
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        # As its loader does, of which there is one alone: the accelerator keeps each that it has prepared.
+        # Do the same as the trainer's loader, without making another: the accelerator stores each that it prepares.
         if hasattr(data, "remove_columns"):
             data, collate = trainer._remove_unused_columns(data, "training"), trainer.data_collator  # noqa: SLF001
         else:
             collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")  # noqa: SLF001
         batch = collate([data[0]])
-    except Exception:  # whatever data and collators raise: the training will say it better
+    except Exception:  # data and collators may raise anything; the training will raise a clearer error
         return {}
     finally:
         random.setstate(states[0])
@@ -62,7 +62,7 @@ def make_first_batch(trainer: Trainer) -> Mapping[str, object]:
 
 
 def checking_arguments(trainer: Trainer, attach: Attach) -> Attach:
-    """Return what attaches policies and refuses arguments of the trainer's batches, which the first step would."""
+    """Return an ``attach`` that also refuses arguments of the trainer's batches that the first step would refuse."""
     first = make_first_batch(trainer)
 
     def check(policies: Sequence[Policy]) -> tuple[Engine, Callable[[], None]]:
@@ -78,25 +78,25 @@ def checking_arguments(trainer: Trainer, attach: Attach) -> Attach:
 
 
 def find_reference(trainer: Trainer, policies: Sequence[Policy]) -> nn.Module | None:
-    """Return the reference of a trainer of trl, which runs each batch without a gradient, if a policy acts on that."""
+    """Return the reference model of a trl trainer, which runs each batch without gradient, if a policy acts on it."""
     from torch import nn
 
-    # DPO, GRPO, RLOO, KTO and others keep it under this name; None: adapters are switched off in the model instead.
+    # The attribute's name in DPO, GRPO, RLOO, KTO and others. None: they switch off the model's adapters instead.
     found = getattr(trainer, "ref_model", None)
     runs = any(find_facts(policy).get("runs_reference") for policy in policies)
     return found if runs and isinstance(found, nn.Module) and found is not trainer.model else None
 
 
 def reads_loss_alone(trainer: Trainer) -> bool:
-    """Return whether an evaluation of a trainer reads no output of the model but its loss, so far as its class and
-    arguments say."""
+    """Return whether a trainer's evaluation reads only the loss among the model's outputs, according to its class and
+    arguments."""
     own = type(trainer).prediction_step.__module__.partition(".")[0]
     return trainer.compute_metrics is None and own in {"transformers", "trl"}
 
 
 def pass_advantages(engine: Engine, trainer: object, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> None:
-    """Tell the engine the advantages of a batch. A policy that draws examples gets their sizes; else examples of the
-    advantage zero are left out where a policy can do that exactly."""
+    """Pass the advantages of a batch to the engine. A policy that draws examples gets their magnitudes. Otherwise a
+    lossless policy skips examples with advantage zero."""
     advantages = find_advantages(trainer, policies, inputs)
     if advantages is not None:
         draws = any("reads_weight" in find_facts(policy) for policy in policies)
@@ -104,8 +104,8 @@ def pass_advantages(engine: Engine, trainer: object, policies: Sequence[Policy],
 
 
 def find_advantages(trainer: object, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> Tensor | None:
-    """Return the advantages of a batch in a trainer of trl whose loss multiplies all that has a gradient by them: no
-    divergence from a reference and no entropy is added. None: in another, or if no policy asks for them."""
+    """Return the advantages of a batch in a trl trainer whose loss has no terms without them: no divergence from a
+    reference and no entropy. Return None for other trainers, or if no policy needs them."""
     facts = [find_facts(policy) for policy in policies]
     if not any(found.get("runs_reference") or found.get("reads_weight") for found in facts):
         return None
@@ -115,7 +115,7 @@ def find_advantages(trainer: object, policies: Sequence[Policy], inputs: Mapping
 
 
 def _sees_labels(policy: Policy) -> bool:
-    """Return whether a policy receives all that it reads, so that another loss than the model's can be computed."""
+    """Return whether a policy needs only labels, so that the trainer may compute another loss than the model's."""
     return isinstance(policy, TokenSelector) and chooses_by_data(policy) and not policy.reads
 
 
@@ -154,8 +154,8 @@ def pass_columns(
     removes: bool = False,
 ) -> None:
     """Pass the columns of a batch that policies read to the engine, before ``compute_loss`` removes any.
-    ``num_candidates`` counts those of the whole step, None if all targets are candidates; ``removes`` is whether the
-    trainer drops columns that the model does not know. Raise UsageError if it dropped one that a policy reads."""
+    ``num_candidates`` is the number of candidates in the whole step, None if all targets are candidates. ``removes``:
+    the trainer drops unknown columns. Raise UsageError if it dropped one that a policy reads."""
     policy = _selector(policies)
     if policy is None:
         return
@@ -169,15 +169,15 @@ def pass_columns(
     given = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}
     found = mask_noncandidates(policies, [inputs])
     if num_candidates is not None and found is not None:
-        # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
+        # The engine multiplies this number by trained / targets of the batch. Change that to trained / candidates.
         targets, own = (batch["labels"][:, 1:].ne(IGNORED).sum() for batch in (inputs, found[0]))
         given["num_items_in_batch"] = num_candidates * (targets / own.clamp(min=1))
     engine.columns(**given)
 
 
 def mask_noncandidates(policies: Sequence[Policy], batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return copies of batches in which only trainable targets, as the policy's data column marks them, have labels.
-    None if all targets are trainable, or a batch lacks the column or labels."""
+    """Return copies of batches in which only targets that the policy's data column marks as trainable have labels.
+    Return None if all targets are trainable, or a batch lacks the column or labels."""
     policy = _selector(policies)
     name = None if policy is None else policy.candidate_column
     if name is None or not all(isinstance(batch.get(key), Tensor) for batch in batches for key in (name, "labels")):
@@ -190,7 +190,7 @@ def _selector(policies: Sequence[Policy]) -> TokenSelector | None:
 
 
 def chooses_by_data(policy: TokenSelector) -> bool:
-    """Return whether the data alone mark what is trained, so that a user's own loss can count the same tokens. If the
-    policy itself selects, only the model's loss, computed where the selection is made, counts the right tokens."""
-    shares = (policy.budget, getattr(policy, "keep", None), getattr(policy, "band", None))  # plugins may lack both
+    """Return whether the data alone mark trained tokens, so that a user's own loss can count the same tokens. If the
+    policy selects tokens, only the model's own loss counts the right ones."""
+    shares = (policy.budget, getattr(policy, "keep", None), getattr(policy, "band", None))  # plug-ins may lack both
     return not policy.needs and all(share in (None, 1.0) for share in shares)

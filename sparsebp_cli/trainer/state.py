@@ -47,7 +47,7 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
     try:
         with safe_open(file, "pt") as opened:
             header = opened.metadata() or {}
-            names = opened.keys()  # it cannot be iterated itself
+            names = opened.keys()  # the file object is not iterable
             tensors = {name: opened.get_tensor(name) for name in names if name}
         text = header["state"]
         if header["format"] != str(_FORMAT) or header["sha256"] != _digest(text, tensors):
@@ -59,7 +59,7 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
 
 
 def check_same(before: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> None:
-    """Raise UsageError if the policies or options differ from those that a checkpoint was trained with."""
+    """Raise UsageError if the policies or options differ from a checkpoint's."""
     changes = [
         f"{name} was {before.get(name)!r}, got {now.get(name)!r}"
         for name in dict.fromkeys([*before, *now])
@@ -77,19 +77,19 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}/".encode())
-        # As bytes: NumPy has no bfloat16.
+        # Hash bytes, since NumPy has no bfloat16.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def _split(value: object, tensors: dict[str, Tensor]) -> object:
-    """Replace every tensor by its number."""
+    """Return the value with a number instead of every tensor, and add the tensors to ``tensors``."""
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value
         return {_TENSOR: name}
     if isinstance(value, Mapping):
-        # As pairs, since keys of JSON are texts alone; an empty one stays a mapping, or it would come back as a list.
+        # Pairs, since JSON keys are only strings. An empty mapping stays a mapping, or it would come back as a list.
         return [[_split(key, tensors), _split(inner, tensors)] for key, inner in value.items()] or {}
     if isinstance(value, list | tuple):
         return {"list": [_split(inner, tensors) for inner in value]}
