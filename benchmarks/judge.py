@@ -143,7 +143,7 @@ class Nights:
         return np.sqrt(around / (self.made - 1))
 
     def pair_spread(self) -> Floats:
-        """Standard deviation of a pair, as :meth:`sparsebp_lab.judge.screen.Squares.find_spread`."""
+        """Standard deviation of a pair, as :meth:`sparsebp_lab.judge.screen.ScreenSquares.find_spread`."""
         return np.sqrt((2.0 * PRIOR_PAIRS * self.run_spread**2 + self.squares) / (PRIOR_PAIRS + self.freedom))
 
     def propose(self) -> tuple[np.ndarray, Floats]:

@@ -29,8 +29,8 @@ import numpy as np  # noqa: E402
 from sparsebp_cli.compare.family import correct_family  # noqa: E402
 from sparsebp_cli.compare.statistics import add_choice, paired_difference, withhold_statement  # noqa: E402
 from sparsebp_cli.compare.verdict import differs  # noqa: E402
-from sparsebp_cli.study.choice import find_choice_errors  # noqa: E402
-from sparsebp_cli.study.schema import SearchSection  # noqa: E402
+from sparsebp_lab.study.choice import find_choice_errors  # noqa: E402
+from sparsebp_lab.study.schema import SearchSection  # noqa: E402
 
 PAGE = ROOT / "docs" / "results" / "tuning.txt"
 UNEQUAL = ROOT / "benchmarks" / "results" / "tuning-unequal.json"
