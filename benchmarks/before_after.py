@@ -2,7 +2,7 @@
 
     git worktree add ../before COMMIT
     python benchmarks/before_after.py ../before .          # all ways of running a step, about four minutes
-    python benchmarks/before_after.py ../before . --ways branches --steps 300
+    python benchmarks/before_after.py ../before . --ways nodes --steps 300
     python benchmarks/before_after.py ../before . --ways linears --large --backward --keep 0.1 --steps 30
 
 Two processes differ by several per cent on the same code, by where their memory lies. Here both checkouts share one; a
@@ -34,8 +34,6 @@ TOPK = ("topk", {"along": "rows"})
 WAYS: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
     "dense": (None, {}),
     "linears": (TOPK, {}),
-    "branches": (TOPK, {"sites": "branches"}),
-    "recomputed": (TOPK, {"sites": "branches", "checkpointing": "sparse"}),
     "nodes": (TOPK, {"sites": "nodes"}),
     "tokens": (("tokens", {"score": "random", "keep": 0.3, "mode": "detach"}), {}),
     "eager": (TOPK, {"update": "eager"}),

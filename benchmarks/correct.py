@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsebp_cli.backward.linear.function import LinearLayout, Needs, run_kernel
-from sparsebp_cli.bench import Form, find_forms
 from sparsebp_cli.policy import GradientSelector, Site, Step
-from sparsebp_cli.worker.bench.subject import Subject
-from sparsebp_cli.worker.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
+from sparsebp_tools.bench import BenchForm, find_forms
+from sparsebp_tools.bench.subject import Subject
+from sparsebp_tools.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}  # smaller errors count as rounding
@@ -68,13 +68,13 @@ def check_models(device: torch.device, dtype: str) -> Iterator[Check]:
     plain = Variant("plain PyTorch")
     mine, truth = make_subject(device, DTYPES[dtype]), make_subject(device, torch.float64)
     true, expected = _gradients(truth, plain), _gradients(mine, plain)
-    for site in ("linears", "branches", "nodes"):
+    for site in ("linears", "nodes"):
         found = _gradients(mine, Variant("dense", site))
         same = all(torch.equal(found[name], expected[name]) for name in expected)
         note = "bit for bit as loss.backward()" if same else "other bits than loss.backward()"
         yield _compare("model", f"dense, {site}", dtype, found, expected, true, note)
     for label, variant in list_variants():
-        reference = replace(variant, execution="reference", checkpointing="none")
+        reference = replace(variant, execution="reference")
         try:
             found = [
                 _gradients(subject, one) for subject, one in ((mine, variant), (mine, reference), (truth, reference))
@@ -121,7 +121,6 @@ def list_variants() -> Iterator[tuple[str, Variant]]:
                     _name(form, keep),
                     form.site,
                     form.make("random", keep),
-                    "sparse" if form.execution == "recomputed" else "none",
                     csr_below=CSR_BELOW.get(form.execution),
                 )
                 within = ", by example" if "within" in options else ""
@@ -130,7 +129,7 @@ def list_variants() -> Iterator[tuple[str, Variant]]:
         yield f"{form.site}: {form.label}", Variant(form.label, "nodes", form.make("max-child", None))
 
 
-def _name(form: Form, keep: float | None) -> str:
+def _name(form: BenchForm, keep: float | None) -> str:
     return f"{form.label}, {form.site}, {keep:g}"
 
 

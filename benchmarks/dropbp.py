@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa:
 import sparsebp_cli as sbp  # noqa: E402
 from sparsebp_cli.asset.checkpointing import checkpoint_activations  # noqa: E402
 from sparsebp_cli.backward import count_flops, saved_bytes  # noqa: E402
-from sparsebp_cli.worker.bench.row import quartiles  # noqa: E402
+from sparsebp_tools.bench.row import quartiles  # noqa: E402
 
 # A policy's name and options, and under "attach" further arguments of attach; empty: no policy.
 Ways = dict[str, dict[str, Any]]

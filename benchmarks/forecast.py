@@ -105,10 +105,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "llama, topk rows 0.1": {"policy": {"name": "topk", "keep": 0.1, "along": "rows"}},
     "llama, topk columns 0.25": {"policy": {"name": "topk", "keep": 0.25, "along": "columns"}},
-    "llama, rows at branches": {
-        "policy": {"name": "topk", "keep": 0.25, "along": "rows"},
-        "backward": {"sites": "branches", "checkpointing": "sparse"},
-    },
     "llama, frozen lower half": {
         "policy": {"name": "frozen", "train": ["*layers.2.*", "*layers.3.*", "*norm*", "*lm_head*"]}
     },

@@ -52,8 +52,8 @@ def main() -> int:
     from waiting import watch
 
     from sparsebp_cli.errors import UsageError
-    from sparsebp_cli.worker.bench.row import make_row, run_interleaved
-    from sparsebp_cli.worker.bench.variant import Variant
+    from sparsebp_tools.bench.row import make_row, run_interleaved
+    from sparsebp_tools.bench.variant import Variant
 
     try:
         measured.choose(args)

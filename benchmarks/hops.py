@@ -134,6 +134,20 @@ def count_eager() -> Calls:
     return calls
 
 
+def count_lossless() -> Calls:
+    """Count the forward and backward of a padded batch of four texts under lossless."""
+    model = build_model()
+    engine = sbp.attach(model, ["lossless"])
+    ids = torch.randint(0, 32, (4, 32), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(32) < torch.tensor([32, 20, 12, 8])[:, None]).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    for _ in range(COUNTED - 1):
+        engine.backward(model(**batch).loss)
+    with counting() as calls:
+        engine.backward(model(**batch).loss)
+    return calls
+
+
 def build_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -150,6 +164,7 @@ PATHS = {
     "linear": ("the gradient at one linear, topk along rows", count_linear),
     "pass": ("the backward pass that contains it", lambda: count_linear(whole=True)),
     "tokens": ("a forward with tokens chosen at random, detach", count_tokens),
+    "lossless": ("forward and backward of a padded batch under lossless", count_lossless),
     "eager": ("a backward pass with update: eager", count_eager),
 }
 

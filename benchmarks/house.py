@@ -1,6 +1,7 @@
 """Prints the layout of the package: its files, its rooms, and the direction of imports.
 
-    python benchmarks/house.py --words   # words of each group of pages, beside its limit
+    python benchmarks/house.py --words      # words of each group of pages, beside its limit
+    python benchmarks/house.py --features   # lines of each feature of the core, by features.yaml
 
 Imports are read from the syntax tree, so those under ``TYPE_CHECKING`` and inside functions count like any other.
 """
@@ -17,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 PACKAGE = "sparsebp_cli"
 PACKAGES = (
@@ -151,6 +154,13 @@ def find_shared_names(root: Path) -> dict[str, list[str]]:
     return {name: modules for name, modules in sorted(homes.items()) if len(modules) > 1}
 
 
+def find_protocols(root: Path) -> list[str]:
+    """Return the names of the core's classes that derive from ``typing.Protocol``."""
+    trees = [ast.parse(path.read_text()) for path in (root / PACKAGE).rglob("*.py")]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return sorted(one.name for one in classes if "Protocol" in {ast.unparse(base) for base in one.bases})
+
+
 def measure(paths: Iterable[Path]) -> Size:
     """Count files, code, comments, ``Any`` and ``noqa``."""
     files = code = comments = uses = noqa = 0
@@ -174,6 +184,46 @@ def measure(paths: Iterable[Path]) -> Size:
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         noqa += sum(token.type == tokenize.COMMENT and "noqa" in token.string for token in tokens)
     return Size(files, code, comments, uses, noqa)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of the core, from features.yaml: the question that it answers, its files, a recipe and a page."""
+
+    name: str
+    question: str
+    files: tuple[str, ...]
+    recipe: str
+    page: str
+
+
+def read_features(root: Path) -> tuple[list[Feature], int]:
+    """Return the features of the core, and the most lines that it may have."""
+    found = yaml.safe_load((root / "features.yaml").read_text(encoding="utf-8"))
+    return [Feature(**one | {"files": tuple(one["files"])}) for one in found["features"]], found["most_lines"]
+
+
+def count_features(root: Path) -> dict[str, int]:
+    """Return the lines of each feature, under the empty name those of no feature."""
+    features, _ = read_features(root)
+    owners = {entry: feature.name for feature in features for entry in feature.files}
+    lines = dict.fromkeys(owners.values(), 0)
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        place = path.relative_to(root / PACKAGE)
+        above = (str(part) for part in (place, *place.parents))
+        name = next((owners[part] for part in above if part in owners), "")
+        lines[name] = lines.get(name, 0) + len(path.read_text(encoding="utf-8").splitlines())
+    return lines
+
+
+def print_features(root: Path) -> None:
+    """Print the lines of each feature, the largest first, and those of the core beside their limit."""
+    features, most = read_features(root)
+    questions = {feature.name: feature.question for feature in features}
+    lines = count_features(root)
+    for name, count in sorted(lines.items(), key=lambda pair: -pair[1]):
+        print(f"{count:>7,}  {name or 'no feature':42}{questions.get(name, '')}")
+    print(f"{sum(lines.values()):>7,}  of the core, at most {most:,}")
 
 
 READERS = {"startswith", "endswith", "partition", "rpartition", "removeprefix", "removesuffix"}
@@ -256,10 +306,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1], help="a checkout; this one")
     parser.add_argument("--words", action="store_true", help="words of each group of pages, and nothing else")
+    parser.add_argument("--features", action="store_true", help="lines of each feature of the core, and nothing else")
     arguments = parser.parse_args()
     root: Path = arguments.root
     if arguments.words:
         print_words(root)
+        return
+    if arguments.features:
+        print_features(root)
         return
     modules, graph = find_modules(root), read_imports(root)
     for title, prefix in (("whole package", PACKAGE), ("backward", f"{PACKAGE}.backward")):
@@ -281,6 +335,8 @@ def main() -> None:
     print(f"class names with several homes: {len(shared)}")
     for name, homes in shared.items():
         print(f"    {name}: {', '.join(homes)}")
+    protocols = find_protocols(root)
+    print(f"Protocols of the core: {len(protocols)} ({', '.join(protocols)})")
 
 
 if __name__ == "__main__":

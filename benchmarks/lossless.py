@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import sparsebp_cli as sbp  # noqa: E402
-from sparsebp_cli.worker.bench.row import quartiles  # noqa: E402
+from sparsebp_tools.bench.row import quartiles  # noqa: E402
 
 WAYS = ("padded", "rows", "padding-free", "lossless")
 IGNORED = -100

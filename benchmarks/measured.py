@@ -17,16 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import Waits
 
 from sparsebp_cli import kernel
-from sparsebp_cli.bench import BenchmarkRow, Form, find_forms
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.worker.bench.row import BenchCase
-from sparsebp_cli.worker.bench.subject import Count, Subject
-from sparsebp_cli.worker.bench.variant import Variant
+from sparsebp_tools.bench import BenchForm, BenchmarkRow, find_forms
+from sparsebp_tools.bench.row import BenchCase
+from sparsebp_tools.bench.subject import Count, Subject
+from sparsebp_tools.bench.variant import Variant
 
 KEEPS = (0.5, 0.25, 0.1)
 FORMS = {  # site, execution: values of the policy's options
     "linears": [("fast", {"along": along}) for along in ("rows", "columns", "blocks", "2:4")],
-    "branches": [("recomputed", {"along": "rows"}), ("stored", {"along": "rows"})],
 }
 SIZES: dict[str, dict[str, int]] = {
     "1b": {
@@ -80,7 +79,6 @@ def list_cases(args: argparse.Namespace) -> list[BenchCase]:
         BenchCase(Variant("compiled", compiler="inductor" if args.size == "1b" else "aot_eager")),
         BenchCase(Variant("full checkpointing", checkpointing="full")),
         BenchCase(Variant("dense, engine", "linears")),
-        BenchCase(Variant("dense, engine", "branches")),
     ]
     for form in find_forms("topk", keeps=KEEPS):
         if (form.execution, {"along": form.options["along"]}) in FORMS[form.site]:
@@ -88,13 +86,9 @@ def list_cases(args: argparse.Namespace) -> list[BenchCase]:
     return found
 
 
-def _candidate(form: Form, keep: float | None) -> BenchCase:
-    # At branches keep equally many rows of each example: else attention must read their numbers from the device.
-    options = form.options | ({"within": "example"} if form.site == "branches" else {})
-    policy = form.model_copy(update={"options": options}).make("topk", keep)
-    checkpointing = "sparse" if form.execution == "recomputed" else "none"
+def _candidate(form: BenchForm, keep: float | None) -> BenchCase:
     label = f"{form.site}, {form.label} at {keep:g}"
-    return BenchCase(Variant(label, form.site, policy, checkpointing), form, keep)  # type: ignore[arg-type]
+    return BenchCase(Variant(label, form.site, form.make("topk", keep)), form, keep)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import sparsebp_cli as sbp  # noqa: E402
-from sparsebp_cli.worker.bench.row import quartiles  # noqa: E402
+from sparsebp_tools.bench.row import quartiles  # noqa: E402
 
 FULL = {"vocab_size": 32_768, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
 FULL |= {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 4096}

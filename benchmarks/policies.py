@@ -62,7 +62,6 @@ WAYS: Ways = {
     "tokens 0.25 in proportion": {"name": "tokens", "score": "gradient_norm", "keep": 0.25, "draw": "proportional"},
     "tokens 0.25 stop": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "stop"},
     "topk 0.25": {"name": "topk", "keep": 0.25, **HEAD},
-    "topk 0.25 branches": {"name": "topk", "keep": 0.25, "within": "example", "attach": {"sites": "branches"}},
     "uniform 0.5": {"name": "uniform", "keep": 0.5, **BEGIN},
     "vcas, before control": {"name": "vcas", **HEAD},
     "velora 32": {"name": "velora", "where": ["*v_proj", "*down_proj"]},

@@ -65,7 +65,6 @@ def _at(policy: str, keep: float, **options: Any) -> tuple[dict[str, Any], ...]:
 
 def list_ways() -> list[Way]:
     """Return plain PyTorch first, then every way."""
-    branches: dict[str, Any] = {"sites": "branches"}
     found = [
         Way("plain PyTorch"),
         Way("dense, engine", ()),
@@ -86,8 +85,6 @@ def list_ways() -> list[Way]:
         Way("topk rows 0.25, no Triton", _at("topk", 0.25), triton=False),
         Way("topk blocks 0.25, no Triton", _at("topk", 0.25, along="blocks", block=(128, 128)), triton=False),
         Way("topk 2:4", _at("topk", 0.5, along="2:4")),
-        Way("topk branches 0.25", _at("topk", 0.25, within="example"), branches),
-        Way("random branches 0.25", _at("random", 0.25, within="example"), branches),
         *(Way(f"tokens {mode} 0.25", _at("tokens", 0.25, score="random", mode=mode)) for mode in MODES),
     ]
     return found

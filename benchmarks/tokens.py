@@ -29,9 +29,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.observe.flops import DensePass
-from sparsebp_cli.bench import RoundQuartiles
 from sparsebp_cli.plan import reached_share, speedup_limit
-from sparsebp_cli.worker.bench.row import quartiles
+from sparsebp_tools.bench import RoundQuartiles
+from sparsebp_tools.bench.row import quartiles
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("dense", "loss mask", "exact", "detach")

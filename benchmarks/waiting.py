@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sparsebp_cli.policy import EdgeRouter
-from sparsebp_cli.worker.bench.subject import Subject
-from sparsebp_cli.worker.bench.variant import Variant
+from sparsebp_tools.bench.subject import Subject
+from sparsebp_tools.bench.variant import Variant
 
 WAITED = "called a synchronizing"  # how PyTorch's warning and error begin
 CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
@@ -77,9 +77,6 @@ def _reason(variant: Variant) -> str:
     """Return why a variant waits on purpose; empty for one that should not."""
     if isinstance(variant.policy, EdgeRouter):
         return "a router looks at sizes"
-    within = getattr(variant.policy, "within", "example")
-    if variant.sites == "branches" and within == "batch":
-        return "attention has to know how many rows of each example are kept"
     return ""
 
 

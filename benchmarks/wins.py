@@ -106,10 +106,10 @@ def find_steps_by_batch(task: str) -> list[dict[str, float]]:
     """Return, for each batch of a task's grid, what its rehearsals say: the steps that all of the budget pays
     of `dense`, those that half of it pays of `lossless`, and dense's lowest validation loss of the tuning."""
     from sparsebp_cli.compare.archive import open_archive
-    from sparsebp_cli.study.loader import load_study
-    from sparsebp_cli.study.record import find_archived
     from sparsebp_lab.study.budget import find_steps, make_rehearsals
     from sparsebp_lab.study.extension import plan_extended
+    from sparsebp_lab.study.loader import load_study
+    from sparsebp_lab.study.record import find_archived
     from sparsebp_lab.study.store import TrialStore
     from sparsebp_lab.study.trial import TrialMaker
 
