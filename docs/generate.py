@@ -13,6 +13,7 @@ from pathlib import Path
 from generator import (
     architecture,
     audit,
+    cause,
     command,
     comparison,
     composition,
@@ -52,6 +53,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/comparison.schema.json": comparison.schema,
     "docs/audit.schema.json": audit.schema,
     "docs/results/judge.md": judge.page,
+    "docs/results/screening.md": cause.page,
     "docs/documents.schema.json": document.schemas,
     "docs/results/mixing.md": mixing.page,
     "benchmarks/results/mixing-upstream.md": mixing.upstream,

@@ -13,11 +13,10 @@ WAY_OUT = ": train it without"  # how a sentence goes on that is the same for al
 PLUGIN = "a plugin can"  # how the reason starts where none is known
 TEXT = """\
 Tiny models of transformers {version}, each trained for a step with and without a policy. A tick: the gradient is
-the same, up to rounding (`lossless`), or that of the reference engine (`tokens` in all modes;
-`sites: branches` needs the same [layout](../guide/tokens.md#add-an-architecture) of a layer, which a plugin
-can add). Else the reason why the engine refuses the model, when a policy is attached or at the first batch. Every
-other policy works at the linears of any model. Models that cannot be made tiny from their configuration alone are
-not here: they were not tried."""
+the same, up to rounding (`lossless`), or that of the reference engine (`tokens` in all modes; a plugin can add the
+[layout](../guide/tokens.md#add-an-architecture) of a layer). Else the reason why the engine refuses the model, when a
+policy is attached or at the first batch. Every other policy works at the linears of any model. Models that cannot be
+made tiny from their configuration alone are not here: they were not tried."""
 
 
 def page(root: Path) -> str:
@@ -30,7 +29,7 @@ def page(root: Path) -> str:
         head("Architectures", TEXT.format(version=found["transformers"])),
         f"## Decoders\n\n{counts}.\n",
         table(
-            ("model", "`lossless`", "`tokens`, `sites: branches`"),
+            ("model", "`lossless`", "`tokens`"),
             [(code(name), _cell(lossless.get(name)), _cell(tokens.get(name))) for name in names],
         ),
     ]

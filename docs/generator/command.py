@@ -52,7 +52,7 @@ def _verb(verb: Callable[..., None]) -> str:
 
 def _argument(name: str, info: Any, annotation: Any, default: Any) -> str:
     """Return an argument as the usage line has it: in brackets if it may be left out, with dots if it repeats."""
-    word = info.metavar or name.upper()
+    word = (info.metavar or name.upper()).removesuffix("...")
     word = word if default is inspect.Parameter.empty else f"[{word}]"
     kinds = (annotation, *get_args(annotation))
     return f"{word}..." if any(get_origin(kind) is list for kind in kinds) else word
@@ -94,6 +94,8 @@ def _of_argument(info: ArgumentInfo, default: Any) -> str:
 
 
 def _default(default: Any) -> str:
+    if default is inspect.Parameter.empty:
+        return "required"
     if default is None or default is False:
         return ""
     return code(default.value if isinstance(default, Enum) else default)

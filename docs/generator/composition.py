@@ -26,14 +26,12 @@ anything; if a recipe can ask for it, `sparsebp validate` already refuses it.
 Gradients are equal up to the order of sums: to a relative 1e-11 in double precision; under autocast to 0.05, with the
 decisions of the reference repeated, because rounding to bfloat16 turns near ties. At `nodes` the reference is a walk
 over the graph in Python, under DDP the hooks in each process alone; `random` keeps more there, because otherwise
-drawing at every node in turn would leave nothing. At `branches` rows are tested with `checkpointing: none` and
-`sparse`; compiled with `sparse` alone.
+drawing at every node in turn would leave nothing.
 
 `attach` takes a model before or after it is wrapped by DDP or `torch.compile`; names of sites and patterns of
 `exclude` are those of the model inside. Checkpoints of a wrapped model carry the wrapper's prefix (`module.`,
 `_orig_mod.`): save the model inside. At `linears`, policies that decide in the backward leave a model one graph, with
-`fullgraph=True` too; savers of inputs split it at each linear that they save at. At `branches` only the parts between
-the sites are compiled; kept rows are computed again uncompiled."""
+`fullgraph=True` too; savers of inputs split it at each linear that they save at."""
 
 WHOLE_STEP = """The table shows policies that do not act at sites, and ways to execute a step. Each cell is a test:
 weights after two steps of SGD with momentum equal those of a training by hand, without an engine, to 1e-12 of the

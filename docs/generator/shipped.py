@@ -6,7 +6,7 @@ from pathlib import Path
 
 from generator.markdown import code, head, table
 from sparsebp_cli.recipe import Recipe, load_recipe
-from sparsebp_cli.study.loader import load_study
+from sparsebp_lab.study.loader import load_study
 
 TEXT = """This page lists the recipes in `recipes/`, which are in the package too: `sparsebp run NAME` runs one, with or
 without the name of its folder, and `sparsebp recipes copy NAME` copies it. Each runs without a network. They are
