@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from sparsebp_cli.policy import InputSaver, Site, Step
+from sparsebp_cli.policy import Site, Step
+from sparsebp_shelf.saver import InputSaver
 
 
 @contextmanager

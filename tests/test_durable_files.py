@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -18,7 +20,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fsync = os.fsync
 
     def name(path: str | Path) -> str:
-        return "part" if Path(path).name.startswith(durable.PART) else Path(path).name
+        # A file without a name is called #NUMBER by the system.
+        is_part = Path(path).name.startswith((durable.PART, "#")) or str(path).startswith("/proc/")
+        return "part" if is_part else Path(path).name
 
     def note(descriptor: int) -> None:
         found.append(f"sync {name(Path(f'/proc/self/fd/{descriptor}').readlink())}")
@@ -55,6 +59,63 @@ CONTENT = {"sync a", "sync b", "sync below"}
 def test_a_file_is_on_the_disk_before_its_name_and_its_name_after(tmp_path: Path, order: list[str]) -> None:
     durable.write_file(tmp_path / "plan", "x")
     assert order == ["sync part", "part becomes plan", f"sync {tmp_path.name}"]
+
+
+@pytest.fixture(params=["unnamed", "named", "no /proc"])
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file system with files that have no name, one without, and a machine on which they get none."""
+    link, opened = os.link, os.open
+
+    def refuse(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return opened(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    def find_none(source: object, place: object, **options: object) -> None:
+        if str(source).startswith("/proc/"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        link(source, place, **options)  # type: ignore[arg-type]
+
+    if request.param == "named":
+        monkeypatch.setattr(os, "open", refuse)
+    if request.param == "no /proc":
+        monkeypatch.setattr(os, "link", find_none)
+    return str(request.param)
+
+
+def test_a_file_is_replaced_as_a_whole_on_every_file_system(
+    tmp_path: Path, system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.umask(0o027)
+    synced: list[int] = []  # bytes of each file that is waited for
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode):
+            synced.append(found.st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    for before, content in ((None, b"first"), (b"first", b"second and longer"), (b"second and longer", b"3")):
+        with durable.replacing(tmp_path / "plan") as stream:
+            stream.write(content)
+            assert {file.name for file in tmp_path.iterdir()} <= {"plan"} or system == "named"
+            assert before is None or (tmp_path / "plan").read_bytes() == before
+        assert (tmp_path / "plan").read_bytes() == content
+        assert (tmp_path / "plan").stat().st_mode & 0o777 == 0o640
+        assert synced == [len(content)] * (2 if system == "no /proc" else 1)
+        synced.clear()
+
+    def fail() -> None:
+        with durable.replacing(tmp_path / "plan") as stream:
+            stream.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert (tmp_path / "plan").read_bytes() == b"3"
+    assert [file.name for file in tmp_path.iterdir()] == ["plan"]
 
 
 def test_a_new_file_is_on_the_disk_before_its_name_and_its_name_after(tmp_path: Path, order: list[str]) -> None:
@@ -207,12 +268,20 @@ def test_a_link_is_removed_alone_and_a_folder_with_its_content(tmp_path: Path) -
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_name_of_255_bytes_can_be_written(tmp_path: Path) -> None:
-    durable.write_file(tmp_path / ("n" * 255), "x")
-    assert durable.write_new(tmp_path / ("m" * 255), "x")
-    with durable.filling(tmp_path / ("f" * 255)):
+@pytest.mark.parametrize("length", ["one byte", "four bytes"])
+def test_a_name_of_255_bytes_can_be_written(tmp_path: Path, length: str) -> None:
+    letters, number = ("nmfl", 255) if length == "one byte" else ("\N{FOX FACE}\N{OX}\N{CAT}\N{DOG}", 63)
+    replaced, new, folder, filled = (tmp_path / ("-" * (number % 4) + letter * number)[:255] for letter in letters)
+    for content in ("x", "y"):
+        durable.write_file(replaced, content)
+    assert durable.write_new(new, "x")
+    for _ in range(2):
+        with durable.filling(tmp_path / "made") as part:
+            (part / "a").touch()
+        durable.put_folder(tmp_path / "made", folder)
+    with durable.filling(filled):
         pass
-    assert len([*tmp_path.iterdir()]) == 3
+    assert len([*tmp_path.iterdir()]) == 4
 
 
 def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +301,7 @@ def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path: Path, mon
 def test_a_new_file_is_whole_and_takes_the_place_of_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(1, "Operation not permitted")
 
     if not links:

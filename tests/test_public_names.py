@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import sparsebp_audit
 import sparsebp_cli as sbp
 from sparsebp_cli import errors
+from sparsebp_cli.policy.shelf import CLASSES
 from tests.docs.block import blocks
 from tests.plugin import PLUGINS, SHELF_TESTS
 
@@ -34,7 +36,7 @@ model = nn.Linear(2, 2)
 sbp.atach(model, [])
 sbp.attach(model, [], sites="lineras")
 sbp.attach(model, [], eager_clip="exakt", update="eager")
-sbp.attach(model, [], execution="fast", checkpointing="sparse", reference="batch")
+sbp.attach(model, [], execution="fast", checkpointing="ful", reference="batch")
 sbp.memory_trase
 sbp.memory_trace(3)
 testing.check_polisy
@@ -119,10 +121,21 @@ def test_names_that_moved_lead_to_their_package_with_a_warning() -> None:
         assert sbp.audit is sparsebp_audit.audit
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_of_0_5_leads_to_the_shelf_with_a_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy: Any = import_module("sparsebp_cli.policy")
+    with pytest.warns(FutureWarning, match=f"{name} has moved: import it from {CLASSES[name]}"):
+        assert getattr(policy, name) is getattr(import_module(CLASSES[name]), name)
+    monkeypatch.setitem(sys.modules, CLASSES[name], None)
+    monkeypatch.setitem(sys.modules, "sparsebp_shelf", None)
+    with pytest.raises(ModuleNotFoundError, match="in the package sparsebp-shelf: python -m pip install"):
+        getattr(policy, name)
+
+
 def test_a_name_that_moved_says_which_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sparsebp_audit", None)
     line = "audit is in the package sparsebp-audit: python -m pip install sparsebp-audit"
-    with pytest.raises(ModuleNotFoundError, match=f"^{line}$"):
+    with pytest.raises(ModuleNotFoundError, match=f"^{line}, or"):
         sbp.audit  # noqa: B018
 
 
@@ -163,6 +176,7 @@ def test_a_type_checker_finds_typos_and_wrong_choices(tmp_path: Path) -> None:
         (6, "attr-defined"),
         (7, "arg-type"),
         (8, "arg-type"),
+        (9, "arg-type"),
         (10, "attr-defined"),
         (11, "arg-type"),
         (12, "attr-defined"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import pretrain
 from sparsebp_cli.asset import bundled
-from sparsebp_tools.asset import pretrain
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import pretrain
 from sparsebp_cli.asset import bundled
-from sparsebp_tools.asset import pretrain
 
 
 @pytest.fixture

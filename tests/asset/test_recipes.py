@@ -56,7 +56,7 @@ def test_topk_rows_and_its_control_differ_from_python_docs_in_the_policy_alone()
     assert [policy["keep"] for policy in sparse["policy"]] == [policy["keep"] for policy in control["policy"]]
 
 
-@pytest.mark.always("branches", "eager", "frozen-float8", "lossless", "max-child", "quickstart")
+@pytest.mark.always("eager", "frozen-float8", "lossless", "max-child", "quickstart")
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_runs(file):
     plan = make_plan(load_recipe(file, SHORT), file)

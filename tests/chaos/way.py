@@ -33,7 +33,6 @@ WAYS: dict[str, Sections] = {
     "topk elements": _policy("topk", keep=0.3, along="elements"),
     "topk blocks": _policy("topk", keep=0.5, along="blocks", block=[4, 8]),
     "topk 2:4": _policy("topk", keep=0.5, along="2:4"),
-    "topk at branches": _policy("topk", keep=0.5, along="rows", within="example") | {"backward": {"sites": "branches"}},
     "random rows, weighted": _policy("random", keep=0.5, along="rows", weighted=True),
     "random columns": _policy("random", keep=0.5, along="columns"),
     "random 2:4, weighted": _policy("random", keep=0.5, along="2:4", weighted=True),

@@ -15,7 +15,7 @@ from sparsebp_cli.cli.app import VERBS, app
 from sparsebp_cli.cli.run import make_plans
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_recipe
-from sparsebp_cli.study.loader import load_study
+from sparsebp_lab.study.loader import load_study
 from tests.docs.block import FOLLOWED, ROOT, Block, blocks, commands
 
 COMMANDS = commands()

@@ -13,10 +13,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sparsebp_cli.study.loader import load_study
 from sparsebp_lab.leaderboard.check import check_study
 from sparsebp_lab.leaderboard.rules import load_board
 from sparsebp_lab.leaderboard.submission import own_task
+from sparsebp_lab.study.loader import load_study
 from tests.docs.block import ROOT
 
 RESULTS = ROOT / "docs" / "results"
@@ -159,3 +159,12 @@ def test_every_task_is_a_study_with_the_same_terms(board: SimpleNamespace) -> No
 def test_the_log_has_what_was_wrong_with_version_0() -> None:
     log = Path(ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     assert "Review of the leaderboard's version 0" in log
+
+
+def test_the_page_says_what_studies_of_unequal_noise_state() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "tuning-unequal.json").read_text(encoding="utf-8"))
+    false, power = (max(row[key] for row in record["rows"]) for key in ("false", "power_4"))
+    text = " ".join((RESULTS / "standings.md").read_text(encoding="utf-8").split())
+    assert f"In {record['studies']:,} simulated studies of equal methods" in text
+    assert f"at most {false:.1%} state a difference".replace("%", " %") in text
+    assert f"Power is low: {power:.2f} or less for four standard deviations" in text

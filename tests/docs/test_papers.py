@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.study.loader import load_study
+from sparsebp_lab.study.loader import load_study
 from tests.docs.block import ROOT
 
 STUDIES = sorted((ROOT / "recipes" / "papers").glob("*.yaml"))

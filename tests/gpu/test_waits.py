@@ -26,11 +26,6 @@ SCORING = {
     "nonzero at backward/kind/score/scorer.py": 1,
 }
 KNOWN: dict[str, dict[str, int]] = {
-    # Rows of the whole batch: how many of each example is for the host to know, once an attention.
-    "branches of the batch": {
-        "bincount at backward/decoder/kept_queries.py": 3,
-        "_local_scalar_dense at backward/decoder/kept_queries.py": 3,
-    },
     "tokens detach": PLAN,
     "tokens stop": PLAN,
     # Where all rows carry gradient, whether their mask is causal is asked once for all layers.

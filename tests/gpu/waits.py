@@ -25,7 +25,7 @@ from benchmarks.fake_gpu.device import fake_cuda
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.batch import BatchOrder
-from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.price import StepPrice
 from sparsebp_cli.worker.process import Ranks
@@ -33,7 +33,6 @@ from sparsebp_cli.worker.training import Training
 
 SIZE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-BRANCHES = {"sites": "branches"}
 # Policy, its options, those of attach.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("", {}, {}),
@@ -59,8 +58,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dropit by example": ("dropit", {"keep": 0.2, "within": "example"}, {}),
     "velora": ("velora", {}, {}),
     "dither": ("dither", {}, {}),
-    "branches": ("topk", {"keep": 0.25, "along": "rows", "within": "example"}, BRANCHES),
-    "branches of the batch": ("topk", {"keep": 0.25, "along": "rows", "within": "batch"}, BRANCHES),
     "tokens detach": ("tokens", {"keep": 0.25, "score": "random", "mode": "detach"}, {}),
     "tokens exact": ("tokens", {"keep": 0.25, "score": "random", "mode": "exact"}, {}),
     "tokens stop": ("tokens", {"keep": 0.25, "score": "random", "mode": "stop"}, {}),
@@ -120,7 +117,7 @@ def count_step() -> dict[str, int]:
         }
     )
     ids = np.ones(64, dtype=np.int64)
-    examples = [Example(ids, ids, 0, {}) for _ in range(16)]
+    examples = [EncodedExample(ids, ids, 0, {}) for _ in range(16)]
     with fake_cuda() as found:
         model: Any = make_model()
         model.config.use_cache = False  # as the worker builds it

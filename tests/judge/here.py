@@ -9,7 +9,7 @@ from sparsebp_cli.plan import Plan, Provenance
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import State
 from sparsebp_lab.judge.budget import QuestionBudget
-from sparsebp_lab.judge.ledger import Ledger, Question
+from sparsebp_lab.judge.ledger import Ledger, LedgerQuestion
 from sparsebp_lab.judge.question import Contender, RecipeProposal
 from sparsebp_lab.judge.recipe_arms import RecipeArms
 from sparsebp_lab.judge.session import JudgeSession, Terms
@@ -74,6 +74,6 @@ def make_session(
     return JudgeSession(arms, Terms(QuestionBudget.parse(budget), effect, margin, gain, worst), Ledger(), lambda: None)
 
 
-def tell(question: Question) -> dict[str, list[tuple[int, float | None]]]:
+def tell(question: LedgerQuestion) -> dict[str, list[tuple[int, float | None]]]:
     """Return the looks of a question by stage."""
     return {stage: [(look.number, look.gain) for look in some] for stage, some in question.looks.items()}

@@ -12,7 +12,7 @@ import pytest
 from sparsebp_cli.cli.app import main
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import home, list_runs
-from sparsebp_lab.judge.answer import Answer
+from sparsebp_lab.judge.answer import JudgeAnswer
 from sparsebp_lab.judge.ledger import Ledger
 from sparsebp_lab.judge.session import JudgeSession
 
@@ -35,9 +35,9 @@ def file(tmp_path: Path) -> Path:
     return write_recipe(tmp_path)
 
 
-def answer(session: JudgeSession) -> Answer:
+def answer(session: JudgeSession) -> JudgeAnswer:
     question = session.run()
-    return Answer(session.proposal, question, session.book, session.ledger, session.terms)
+    return JudgeAnswer(session.proposal, question, session.book, session.ledger, session.terms)
 
 
 def cut(ledger: Ledger, how: str) -> None:

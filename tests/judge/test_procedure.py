@@ -20,14 +20,14 @@ from sparsebp_lab.judge.level import LEVEL, find_free, find_level, find_needed
 from sparsebp_lab.judge.move import (
     MOST_PAIRS,
     Aim,
-    Bar,
     Decide,
+    MoveBar,
     Stake,
     Train,
     find_pair_move,
     find_screen_move,
 )
-from sparsebp_lab.judge.screen import MOST_RUNS, Squares, find_design
+from sparsebp_lab.judge.screen import MOST_RUNS, ScreenSquares, find_design
 from tests.docs.block import ROOT
 
 
@@ -76,18 +76,18 @@ LIKELY = {gain: float(stats.norm.pdf(gain, 1, 1) / stats.norm.pdf(gain, 0, 1)) f
 
 def test_the_spread_of_pairs_is_learned_around_the_mean_of_each_question() -> None:
     groups = [[1.0, 2.0, 4.0], [10.0, 11.0], [5.0]]
-    found = Squares()
+    found = ScreenSquares()
     for group in groups:
         found = found.add(group)
     squares = sum(statistics.variance(group) * (len(group) - 1) for group in groups[:2])
     assert found.find_spread(0.5) == pytest.approx(math.sqrt((3 * 2 * 0.25 + squares) / (3 + 3)))
-    assert Squares().find_spread(0.5) == pytest.approx(0.5 * math.sqrt(2))
+    assert ScreenSquares().find_spread(0.5) == pytest.approx(0.5 * math.sqrt(2))
     assert [find_design(*pair) for pair in ((1.0, 0.0), (1.0, 10.0), (1.0, 0.8))] == [2.5, 0.5, 1.25]
 
 
 def decide(shift: float, aim: Aim = AIM, seed: int = 5) -> tuple[Decide, int]:
     """Return the answer to pairs that gain so much, and after how many."""
-    gains, bar = np.random.default_rng(seed).normal(shift, 1.0, MOST_PAIRS).tolist(), Bar(1.0, find_needed(3), 8.0)
+    gains, bar = np.random.default_rng(seed).normal(shift, 1.0, MOST_PAIRS).tolist(), MoveBar(1.0, find_needed(3), 8.0)
     for count in range(MOST_PAIRS + 1):
         move = find_pair_move(gains[:count], aim, bar)
         if isinstance(move, Decide):

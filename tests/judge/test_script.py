@@ -140,7 +140,7 @@ def test_the_command_runs_in_the_folder_where_it_was_typed(
         (("better", *WORDS[:4], "--budget", "1h"), "needs --metric NAME:lower or NAME:higher"),
         (("better", *WORDS[:4], "--metric", "val_loss", "--budget", "1h"), "must be NAME:lower or NAME:higher"),
         (("beter", *WORDS), "has no commit 'beter'; did you mean better?"),
-        (("base", *WORDS), "candidate base and baseline base train the same"),
+        (("base", *WORDS), "candidate base and baseline base are the same"),
         (("better", *WORDS, "--set", "a=1"), "--set is for recipes"),
         (("better", *WORDS, "--equal", "steps"), "--equal is for recipes"),
         (("better", *WORDS[:6], "--final"), "--final is for recipes"),
@@ -258,7 +258,7 @@ def test_a_folder_without_a_repository_and_submodules_are_refused(
     (tmp_path / "none").mkdir()
     monkeypatch.chdir(tmp_path / "none")
     assert call(monkeypatch, "better", *WORDS) == 2
-    assert "and " + str(tmp_path / "none") + " is in none" in " ".join(capsys.readouterr().err.split())
+    assert "repository; " + str(tmp_path / "none") + " is in none" in " ".join(capsys.readouterr().err.split())
 
 
 def test_changes_that_no_commit_has_are_said(
@@ -294,7 +294,7 @@ def test_a_script_outlives_no_judge_for_long(repository: Path, start: Start, cli
     judge.send_signal(signal.SIGINT)
     out, err = judge.communicate(timeout=120)
     assert (judge.returncode, json.loads(out)["outcome"]) == (11, "not shown")
-    assert "stopping what runs; the same command goes on" in err
+    assert "stopping what runs; run the same command again to continue" in err
     assert not psutil.pid_exists(second[3])
     (tmp_path / "hold").unlink()
     done = cli(*words, cwd=repository)
@@ -328,7 +328,8 @@ with mlflow.start_run(run_name="its own") as run:
 def test_what_a_script_writes_into_mlflow_is_read(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
-    from sparsebp_cli.tracking import ScriptRun, resolve_uri
+    from sparsebp_cli.tracking import resolve_uri
+    from sparsebp_lab.judge.script_run import ScriptRun
 
     monkeypatch.setattr("sparsebp_lab.judge.script_arms.ScriptRun", ScriptRun)
     (repository / "train.py").write_text(WRITES)

@@ -13,7 +13,7 @@ import pytest
 from sparsebp_cli import durable
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_cli.run import list_runs
-from sparsebp_lab.judge.answer import Answer
+from sparsebp_lab.judge.answer import JudgeAnswer
 from sparsebp_lab.judge.ledger import Ledger
 from sparsebp_lab.judge.session import TEST_PAIRS, JudgeSession
 
@@ -22,9 +22,9 @@ from .here import make_session, tell, write_recipe
 BETTER, WORSE, NULL = "training.learning_rate=0.7", "training.learning_rate=1.5", "training.weight_decay=0.03"
 
 
-def answer(session: JudgeSession) -> Answer:
+def answer(session: JudgeSession) -> JudgeAnswer:
     question = session.run()
-    return Answer(session.proposal, question, session.book, session.ledger, session.terms)
+    return JudgeAnswer(session.proposal, question, session.book, session.ledger, session.terms)
 
 
 @pytest.fixture
@@ -110,11 +110,11 @@ def test_another_effect_margin_or_worst_case_is_refused_once_asked(file: Path) -
 
 
 def test_sides_that_are_one_or_validated_differently_are_refused(file: Path) -> None:
-    with pytest.raises(UsageError, match="train the same"):
+    with pytest.raises(UsageError, match="are the same"):
         make_session(file, "name=other")
-    with pytest.raises(UsageError, match=r"dataset\.max_seq_length differ"):
+    with pytest.raises(UsageError, match=r"make dataset\.max_seq_length the same"):
         make_session(file, "dataset.max_seq_length=64")
-    with pytest.raises(UsageError, match=r"measure\.eval_examples differ"):
+    with pytest.raises(UsageError, match=r"make measure\.eval_examples the same"):
         make_session(file, "measure.eval_examples=3")
 
 
@@ -125,7 +125,7 @@ def test_the_test_split_opens_once_and_for_a_kept_candidate_alone(file: Path) ->
     kept.run()
     assert all("test/loss" not in run.journal_file.read_text() for run in list_runs())
     question = kept.open_test()
-    found = Answer(kept.proposal, question, kept.book, kept.ledger, None)
+    found = JudgeAnswer(kept.proposal, question, kept.book, kept.ledger, None)
     assert (found.outcome, found.test is not None and found.test.pairs) == ("better", TEST_PAIRS)
     runs = len(list_runs())
     assert tell(make_session(file, BETTER).open_test()) == tell(question)

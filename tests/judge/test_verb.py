@@ -103,13 +103,13 @@ def test_a_candidate_is_a_recipe_a_policy_or_a_change(
     ("words", "said"),
     [
         ((*WORDS, "--budget", "1h"), "judge needs a candidate"),
-        ((*WORDS, "--set", "training.weight_decay=0.1"), "judge needs --budget, or --final"),
-        ((*BETTER, "--final"), "judge needs --budget, or --final"),
+        ((*WORDS, "--set", "training.weight_decay=0.1"), "judge needs either --budget, or --final"),
+        ((*BETTER, "--final"), "judge needs either --budget, or --final"),
         ((*WORDS, "--set", "training.weight_decay=0.1", "--budget", "soon"), "--budget must be a time"),
         ((*WORDS, "--set", "training.weight_decay=0.1", "--final"), "judge it on validation first"),
         ((*BETTER, "--effect", "-1"), "--effect must be a number above 0"),
-        ((*BETTER, "--margin", "eval/accuracy=1"), "the metric that decides is eval/loss, got eval/accuracy"),
-        ((*WORDS, "--set", "name=new", "--budget", "1h"), "train the same"),
+        ((*BETTER, "--margin", "eval/accuracy=1"), "must name the metric that decides, eval/loss, got eval/accuracy"),
+        ((*WORDS, "--set", "name=new", "--budget", "1h"), "are the same"),
         (("judge", "nosuch", *WORDS[1:], "--budget", "1h"), "no file 'nosuch'"),
     ],
 )

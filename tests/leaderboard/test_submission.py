@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.study.loader import load_study
-from sparsebp_cli.study.record import find_archived
 from sparsebp_lab.leaderboard.cell import ALLOWED, draw_cells, pooled_spread
 from sparsebp_lab.leaderboard.check import check_submission, read_runs
-from sparsebp_lab.leaderboard.finding import Finding
+from sparsebp_lab.leaderboard.finding import RuleFinding
 from sparsebp_lab.leaderboard.rules import load_board
 from sparsebp_lab.leaderboard.submission import read_submission
+from sparsebp_lab.study.loader import load_study
+from sparsebp_lab.study.record import find_archived
 from tests.cli.document import read_document
 from tests.study.conftest import BASE, COMMAND
 
@@ -88,7 +88,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(place: Path) -> list[Finding]:
+def check(place: Path) -> list[RuleFinding]:
     return check_submission(read_submission(place / "mine"), load_board(place / "board"))
 
 

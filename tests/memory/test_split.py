@@ -203,21 +203,6 @@ def test_checkpointing_saves_inputs_in_the_forward_and_the_rest_one_block_at_a_t
     assert last(curve).gradients == tensor_bytes(blocks.parameters())
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "sparse"])
-def test_a_branch_that_runs_again_saves_what_its_function_keeps(checkpointing: str) -> None:
-    model, ids = tiny_model("llama"), tokens(0)
-    policy = sbp.make_policy("topk", keep=0.25)
-    with sbp.attach(model, [policy], sites="branches", checkpointing=checkpointing) as engine:
-        with saved_bytes([*model.parameters(), *model.buffers()]) as saved:
-            loss = model(input_ids=ids, labels=ids).loss
-        del loss
-        curve = trace_step(model, None, lambda: engine.backward(model(input_ids=ids, labels=ids).loss)).curve
-    angles = 2 * FLOAT * ids.shape[1] * 8  # rotary; held as arguments, saved when the branch runs again
-    assert max(p.split.activations for p in curve.points if p.phase == "forward") == saved.total + angles
-    dense = trace_step(model, None, one_pass(model, ids)).curve
-    assert curve.highest.activations < dense.highest.activations
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks by an old name
 def test_weights_of_lora_are_all_weights_and_only_the_adapters_have_gradients() -> None:
     from peft import LoraConfig, get_peft_model

@@ -9,27 +9,27 @@ import pytest
 
 from sparsebp_lab.exchange import (
     BatchPair,
-    Interval,
-    StepCost,
+    DenseStepCost,
+    RateInterval,
     combine,
     estimate_share,
     give_verdict,
     price_against_batch,
 )
 
-SURE = Interval.exactly
+SURE = RateInterval.exactly
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.8])
 @pytest.mark.parametrize("update", [0.0, 0.3])
 def test_uniform_examples_are_worth_exactly_their_price(share: float, update: float) -> None:
     """A share p drawn uniformly has the noise 1 / p - 1 and costs p of the passes, and the whole update."""
-    policy, dense = StepCost(share, update), StepCost(1.0, update)
+    policy, dense = DenseStepCost(share, update), DenseStepCost(1.0, update)
     assert price_against_batch(1 / share - 1, policy, dense) == pytest.approx(1.0)
 
 
 def test_without_an_update_it_is_the_product_of_the_law() -> None:
-    assert price_against_batch(1.5, StepCost(0.6, 0.0), StepCost(1.0, 0.0)) == pytest.approx(2.5 * 0.6)
+    assert price_against_batch(1.5, DenseStepCost(0.6, 0.0), DenseStepCost(1.0, 0.0)) == pytest.approx(2.5 * 0.6)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5])
@@ -66,9 +66,9 @@ def _make_pair(g: np.ndarray, e: np.ndarray) -> BatchPair:
 
 
 def test_the_price_is_a_ratio_of_sums_with_the_error_of_its_residuals() -> None:
-    assert Interval.of_ratio([(1.0, 2.0)]) == SURE(0.5)
-    assert Interval.of_ratio([(1.0, 2.0), (3.0, 6.0)]) == SURE(0.5)  # batches differ, the ratio does not
-    wide = Interval.of_ratio([(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)])
+    assert RateInterval.of_ratio([(1.0, 2.0)]) == SURE(0.5)
+    assert RateInterval.of_ratio([(1.0, 2.0), (3.0, 6.0)]) == SURE(0.5)  # batches differ, the ratio does not
+    wide = RateInterval.of_ratio([(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)])
     assert wide.value == pytest.approx(1.0)
     assert wide.high - wide.value == pytest.approx(4.3027 * 0.5 / 3**0.5, rel=1e-4)  # Student, two degrees of freedom
 
@@ -80,40 +80,46 @@ def test_the_price_is_a_ratio_of_sums_with_the_error_of_its_residuals() -> None:
         (SURE(0.0), SURE(0.5), SURE(0.0), {"exact": True, "unbiased": True}, "could"),
         (SURE(0.0), SURE(1.2), SURE(0.0), {"exact": True, "unbiased": True}, "cannot beat a smaller batch"),
         (
-            Interval(1, 0.9, 1.1),
+            RateInterval(1, 0.9, 1.1),
             SURE(0.8),
             SURE(0.0),
             {"exact": False, "unbiased": True},
             "cannot beat a smaller batch",
         ),
-        (Interval(1, 0.8, 1.2), SURE(0.5), SURE(0.0), {"exact": False, "unbiased": True}, "decide by training"),
-        (Interval(0.2, 0.1, 0.3), SURE(0.5), SURE(0.0), {"exact": False, "unbiased": True}, "could"),
-        (Interval(0.2, 0.1, 0.3), SURE(0.5), Interval(0, -0.2, 0.2), {"exact": False, "unbiased": True}, "could"),
+        (RateInterval(1, 0.8, 1.2), SURE(0.5), SURE(0.0), {"exact": False, "unbiased": True}, "decide by training"),
+        (RateInterval(0.2, 0.1, 0.3), SURE(0.5), SURE(0.0), {"exact": False, "unbiased": True}, "could"),
         (
-            Interval(0.2, 0.1, 0.3),
+            RateInterval(0.2, 0.1, 0.3),
             SURE(0.5),
-            Interval(0, -0.2, 0.2),
+            RateInterval(0, -0.2, 0.2),
+            {"exact": False, "unbiased": True},
+            "could",
+        ),
+        (
+            RateInterval(0.2, 0.1, 0.3),
+            SURE(0.5),
+            RateInterval(0, -0.2, 0.2),
             {"exact": False, "unbiased": False},
             "decide by training",
         ),
         (
-            Interval(0.2, 0.1, 0.3),
+            RateInterval(0.2, 0.1, 0.3),
             SURE(0.5),
-            Interval(0.3, 0.2, 0.4),
+            RateInterval(0.3, 0.2, 0.4),
             {"exact": False, "unbiased": True},
             "decide by training",
         ),
         (
-            Interval(1, 0.9, 1.1),
+            RateInterval(1, 0.9, 1.1),
             SURE(0.8),
-            Interval(9, 8, 10),
+            RateInterval(9, 8, 10),
             {"exact": False, "unbiased": False},
             "cannot beat a smaller batch",
         ),
     ],
 )
 def test_the_verdict_follows_from_intervals(
-    noise: Interval, price: Interval, bias: Interval, claims: dict[str, bool], verdict: str
+    noise: RateInterval, price: RateInterval, bias: RateInterval, claims: dict[str, bool], verdict: str
 ) -> None:
-    product = combine(noise, price, StepCost(price.value, 0.0), StepCost(1.0, 0.0))
+    product = combine(noise, price, DenseStepCost(price.value, 0.0), DenseStepCost(1.0, 0.0))
     assert give_verdict(product, noise, bias, **claims) == verdict

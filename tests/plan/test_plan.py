@@ -132,6 +132,20 @@ def test_a_plan_with_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, t
     assert Seal(content["recipe"], {}).changes(now) == []
 
 
+@pytest.mark.parametrize("former", [{"sites": "branches"}, {"checkpointing": "sparse"}])
+def test_a_plan_with_a_removed_value_is_read_as_it_is_and_no_recipe_may_have_it(tmp_path, former) -> None:
+    plan = Plan(recipe=recipe(backward={"execution": "reference"}))
+    content = json.loads(plan.model_dump_json())
+    content["recipe"]["backward"] |= former
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    read = Plan.load(tmp_path / "plan.json")
+    assert json.loads(read.model_dump_json()) == content
+    (change,) = Seal(content["recipe"], {}).changes(Seal(json.loads(plan.model_dump_json())["recipe"], {}))
+    assert next(iter(former)) in change.field
+    with pytest.raises(RecipeError, match=f"backward.{next(iter(former))}"):
+        load_stored(content["recipe"], "plan.json")
+
+
 def test_an_option_that_is_gone_is_read_where_it_has_the_value_that_is_left() -> None:
     stored = json.loads(Plan(recipe=recipe(policy=[{"name": "lossless", "padding": True}])).model_dump_json())["recipe"]
     (entry,) = load_stored(stored, "plan.json").recipe.policy

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.plan import Plan, find_provenance, make_plan
+from sparsebp_cli.plan import Plan, find_provenance, make_plan, repository
 from sparsebp_cli.plan.provenance import UNKNOWN, Provenance, find_credential
 from sparsebp_cli.recipe.schema import Recipe
 
@@ -338,3 +338,12 @@ def test_well_known_forms_of_credentials_are_found(text: str) -> None:
 )  # fmt: skip
 def test_ordinary_code_is_no_credential(text: str) -> None:
     assert find_credential(f"+{text}\n") == ""
+
+
+def test_a_git_that_does_not_end_is_waited_for_briefly(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "git").write_text("#!/bin/sh\nsleep 5\necho late\n")
+    (programs / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    assert repository._ask(folder / ".git", folder, "status", timeout_seconds=0.2) is None

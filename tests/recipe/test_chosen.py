@@ -29,9 +29,9 @@ def write(folder: Path, text: str) -> Path:
             "'tokens' chooses among the labels of tokens",
         ),
         (
-            TEXT + "policy: {name: tokens, score: mask}\nbackward: {sites: branches}\n",
+            TEXT + "policy: {name: tokens, score: mask}\nbackward: {sites: nodes}\n",
             "4:16: policy.0.name",
-            "'tokens' needs backward.sites: linears, got branches",
+            "'tokens' needs backward.sites: linears, got nodes",
         ),
         (
             TEXT + "policy: uniform\ntarget: {kind: local, processes: 2, sharding: fsdp2}\n",

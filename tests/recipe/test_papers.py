@@ -8,9 +8,9 @@ import pytest
 
 from sparsebp_cli.policy.discovery import find_policies
 from sparsebp_cli.source import inspect_sources
-from sparsebp_cli.source.inspection import Problem
+from sparsebp_cli.source.inspection import SourceProblem
 from sparsebp_cli.starter import list_shipped
-from sparsebp_cli.study.loader import LoadedStudy, is_study, load_study
+from sparsebp_lab.study.loader import LoadedStudy, is_study, load_study
 from tests.fixture.hub.lay_out import lay_out
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -25,7 +25,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _inspect(loaded: LoadedStudy, folder: Path) -> dict[str, list[Problem]]:
+def _inspect(loaded: LoadedStudy, folder: Path) -> dict[str, list[SourceProblem]]:
     return {
         arm: list(inspect_sources(first.placed.recipe, [folder], is_here=True)) for arm, first in loaded.firsts.items()
     }

@@ -117,7 +117,7 @@ def test_a_kind_that_the_engine_does_not_carry_out_is_refused(install: Install, 
     install("half-plugin", {"half": "Half", "never": "Never"})
     assert find_policies()["never"].kind == "Dropper"
     line = refuse(SMALL + "policy: [half, never]")
-    assert line.startswith("r.yaml:5:16: policy.1.name: 'never': its kind is not built; built: GradientSelector, ")
+    assert line.startswith("r.yaml:5:16: policy.1.name: 'never': its kind is not supported; built: GradientSelector, ")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_name_that_two_distributions_offer_is_broken_and_both_are_named(instal
     install("one-plugin", {"half": "Half"})
     install("two-plugin", {"half": "Half"})
     line = refuse(SMALL + "policy: half")
-    assert "this name is offered more than once, by " in line
+    assert "this name is registered more than once, by " in line
     assert "one-plugin 2.0" in line
     assert "two-plugin 2.0" in line
 

@@ -47,6 +47,7 @@ UNSHOWN = {
     "dataset.weight_column": "of weighted rows, which no package brings: guide, own-data",
     "dataset.label_column": "of labelled rows, which only fetched packages bring",
     "dataset.text_pair_column": "of pairs of texts, which no package brings",
+    "backward.checkpointing": "of models larger than any that a package brings: guide, memory",
     "training.compile": "needs a compiler",
     "training.max_flops": "a budget that `sparsebp study` sets; `max_cost` stands for it",
     "checkpoint.stop_at": "set by studies that halve",

@@ -81,7 +81,7 @@ def test_a_schedule_is_described_in_one_line(read: Read, text: str, line: str) -
         (
             "- {policy: dense}",
             "- {until: 0.3, policy: dense}\n  - policy: dense",
-            "8:13: schedule.1.until: must be above 0.4, at which the phase before ends, got 0.3",
+            "8:13: schedule.1.until: must be above 0.4, the end of the phase before, got 0.3",
         ),
         (
             "  - {policy: dense}\n",
@@ -142,14 +142,14 @@ def test_what_is_wrong_in_a_phase_is_one_line_with_its_place(refuse: Refuse, old
         (
             "{name: infobatch}",
             "training.seed=0",
-            "schedule.1.policy.0.name: 'infobatch' chooses the examples of an epoch: not built in a schedule, whose "
-            "phases end within one",
+            "schedule.1.policy.0.name: 'infobatch' chooses the examples of an epoch: not supported in a schedule, "
+            "whose phases end within one",
         ),
         (
             "{name: dropbp, keep: 0.5, sensitivity_at: 0.5}",
             "training.seed=0",
-            "schedule.1.policy.0.name: 'dropbp' makes trial passes at a share of the whole training: not built in a "
-            "schedule, whose phase may be another part of it",
+            "schedule.1.policy.0.name: 'dropbp' makes trial passes at a fraction of the training: not supported in "
+            "a schedule, whose phase may be another part of it",
         ),
     ],
     ids=["frozen parameters under DDP", "a wrapped forward", "sharded weights", "epochs", "trial passes"],

@@ -40,7 +40,7 @@ def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
         ("1.5", "must be numbers and ranges such as 0-4 or 0,2,5, got '1.5'"),
         ("9" * 50, f"must be numbers and ranges such as 0-4 or 0,2,5, got '{'9' * 50}'"),
         ("٣", "must be numbers and ranges such as 0-4 or 0,2,5, got '٣'"),
-        ("4-0", "a range must rise, got 4-0; did you mean 0-4?"),
+        ("4-0", "a range must ascend, got 4-0; did you mean 0-4?"),
         ("0-2,2", "seed 2 is given twice"),
         ("0-1000", "at most 1000 seeds are allowed"),
         ("0-999,1000", "at most 1000 seeds are allowed"),

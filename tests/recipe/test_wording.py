@@ -47,7 +47,7 @@ TRAINING = SMALL + "training:\n  "
         (TRAINING + "mixed_precision: 3", "6:20: training.mixed_precision: got 3, allowed: 'no', 'bf16'"),
         (
             SMALL + "backward: {sites: edges, exclude: lm_head}",
-            "5:19: backward.sites: got 'edges', allowed: 'linears', 'branches', 'nodes'; did you mean nodes?",
+            "5:19: backward.sites: got 'edges', allowed: 'linears', 'nodes'; did you mean nodes?",
         ),
         (
             SMALL + "backward: {exclude: lm_head}",

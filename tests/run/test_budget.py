@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run import History, budget
-from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, BudgetError, read_bounded, read_lines
+from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, BudgetError, read_bounded, read_lines, size_of
 
 pytestmark = pytest.mark.promise("R32")
 
@@ -157,11 +157,11 @@ def test_headers_are_no_larger_than_allowed_each_and_in_all(kind: bytes, monkeyp
 
 
 def test_a_member_with_holes_is_refused() -> None:
-    with pytest.raises(BudgetError, match="a file with holes"):
+    with pytest.raises(BudgetError, match="a sparse file"):
         read_tar(make_tar((tarfile.GNUTYPE_SPARSE, b"")))
     member = tarfile.TarInfo("runs/a/plan.json")
     member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "2000"}
-    with pytest.raises(BudgetError, match="a file with holes"):
+    with pytest.raises(BudgetError, match="a sparse file"):
         read_tar(io.BytesIO(member.tobuf(tarfile.PAX_FORMAT) + bytes(1024)))
 
 
@@ -244,3 +244,15 @@ def test_files_of_json_are_read_by_the_one_function_that_bounds_their_depth() ->
     files = [*(root / "sparsebp_cli").rglob("*.py"), *(root / "plugins" / "sparsebp-lab").rglob("*.py")]
     found = [file for file in files if re.search(r"json\.loads\(\s*read_bounded", file.read_text(encoding="utf-8"))]
     assert [file.name for file in found] == ["budget.py"]
+
+
+def test_a_file_that_is_deleted_between_two_looks_has_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run" / "journal.jsonl"
+    assert size_of(file) == 0
+    file.parent.mkdir()
+    file.write_bytes(b"123")
+    assert size_of(file) == 3
+    assert size_of(file / "below") == 0
+    file.unlink()
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # as it was a moment ago
+    assert size_of(file) == 0

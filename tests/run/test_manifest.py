@@ -20,6 +20,7 @@ def folder(tmp_path: Path) -> Path:
     manifest.write_manifest(folder)
     manifest.write_manifest(folder)  # again: it does not list itself
     assert manifest.find_damage(folder) == ""
+    assert json.loads((folder / manifest.MANIFEST).read_text())["format"] == 1
     return folder
 
 
@@ -30,8 +31,8 @@ def list_files(folder: Path, listed: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [("removed", "No such file"), ("emptied", "weights does not match its checksum"), ("one bit", "does not match"),
-     ("no manifest", "No such file"), ("leads out", "'../other' leads out of it"),
-     ("absolute", "leads out of it"), ("nothing listed", "the manifest is empty")],
+     ("no manifest", "No such file"), ("leads out", "'../other' is outside the folder"),
+     ("absolute", "is outside the folder"), ("nothing listed", "the manifest is empty")],
 )  # fmt: skip
 def test_a_manifest_tells_what_is_not_whole(folder: Path, damage: str, said: str) -> None:
     other = folder.parent / "other"
@@ -98,4 +99,4 @@ def test_a_manifest_that_never_ends_is_damage(folder: Path, odd: str) -> None:
 def test_a_file_of_holes_is_not_read(folder: Path) -> None:
     with (folder / "weights").open("r+b") as opened:
         opened.truncate(1 << 40)
-    assert "is larger than what the disk has of it" in manifest.find_damage(folder)
+    assert "is a sparse file, which is refused" in manifest.find_damage(folder)

@@ -259,7 +259,7 @@ def test_models_that_a_run_could_not_load_are_refused(
 def test_a_folder_of_adapters_alone_is_told_from_one_without_a_model(refuse: Any, tmp_path: Path) -> None:
     place = write_model(tmp_path)
     (place / "config.json").rename(place / "adapter_config.json")
-    text = "has adapters alone: name their base here, and this folder as model.adapter of a recipe"
+    text = "has only adapters: name their base here, and this folder as model.adapter"
     assert text in refuse("{name: austen}", "{name: model}")
 
 

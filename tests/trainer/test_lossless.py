@@ -166,10 +166,10 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"torch_compile": True}, "Lossless.* is not built with torch_compile"),
+        ({"torch_compile": True}, "Lossless.* is not supported with torch_compile"),
         (
             {"neftune_noise_alpha": 5.0},
-            "Lossless.* is not built with neftune_noise_alpha=5.0: the noise depends",
+            "Lossless.* is not supported with neftune_noise_alpha=5.0: the noise depends",
         ),
     ],
 )

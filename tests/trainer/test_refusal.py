@@ -1,4 +1,4 @@
-"""What is wrong, or not built, is said in one line when the trainer is made."""
+"""What is wrong, or not supported, is said in one line when the trainer is made."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: 
         ),
         ({"backward": {"exclude": ["lm_haed"]}}, UsageError, "matches no linear of the model; did you mean lm_head"),
         ({"backward": {"execution": "quick"}}, UsageError, "execution: got 'quick', allowed: 'fast', 'reference'"),
-        ({"backward": {"checkpointing": "sparse"}}, UnsupportedError, "needs sites='branches'"),
         ({"backward": {"segment": 3}}, UsageError, "unknown key 'segment'.*did you mean segments"),
         ({"backward": {"checkpointing": "full"}}, UnsupportedError, "model.gradient_checkpointing_enable"),
         ({"backward": {"update": "eager"}}, UnsupportedError, "update='eager' in a transformers.Trainer"),
@@ -91,7 +90,7 @@ def test_what_a_trainer_may_be_told_that_is_not_built(
     trainer: Any = Trainer(model=make_model(), args=make_arguments(tmp_path), train_dataset=make_examples(2))
     owner = trainer.args if attribute.startswith("args.") else trainer
     monkeypatch.setattr(owner, attribute.removeprefix("args."), value, raising=False)
-    with pytest.raises(UnsupportedError, match=f"not built with .*{match}"):
+    with pytest.raises(UnsupportedError, match=f"not supported with .*{match}"):
         sbp.PolicyCallback([ROWS]).join(trainer)
     assert is_free(trainer)
     assert not any(name in vars(trainer) for name in ("train", "log", "training_step"))
@@ -143,10 +142,10 @@ def test_a_loss_out_of_the_models_log_probabilities_does_not_go_with_a_choice(
 
     model.forward = types.MethodType(fused, model)
     kwargs: dict[str, Any] = {"model": model, "args": make_arguments(tmp_path), "train_dataset": make_examples(2)}
-    with pytest.raises(UnsupportedError, match="not built with trl's fused head") as caught:
+    with pytest.raises(UnsupportedError, match="not supported with trl's fused head") as caught:
         door(Trainer, [policy], {}, **kwargs)
     assert "\n" not in str(caught.value)
-    with pytest.raises(UnsupportedError, match="not built with trl's fused head") as own:
+    with pytest.raises(UnsupportedError, match="not supported with trl's fused head") as own:
         sbp.attach(model, [policy])
     assert "\n" not in str(own.value)
     door(Trainer, [ROWS], {"backward": {"exclude": ["lm_head"]}}, **kwargs).train()
@@ -168,7 +167,7 @@ def test_both_names_are_those_of_the_package() -> None:
 
 def test_an_option_beside_backward_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^sites is an option of the backward pass: give backward={'sites'"):
-        sbp.PolicyTrainer(model=make_model(), args=make_arguments(tmp_path), sites="branches")
+        sbp.PolicyTrainer(model=make_model(), args=make_arguments(tmp_path), sites="nodes")
 
 
 def with_states() -> list[dict[str, Any]]:
@@ -181,7 +180,7 @@ def test_arguments_that_the_first_step_would_refuse_are_refused_before(door: Mak
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
     model, arguments = GPT2LMHeadModel(config), make_arguments(tmp_path)
-    match = "does not know what to do with encoder_hidden_states in training: leave it out of the batch"
+    match = "does not support encoder_hidden_states in training: leave it out of the batch"
     with pytest.raises(UnsupportedError, match=match):
         door(Trainer, "lossless", {}, model=model, args=arguments, train_dataset=with_states())
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []

@@ -149,15 +149,12 @@ def test_dense_and_keep_of_one_train_the_same_weights_as_trainer(
 
 WAYS: list[dict[str, Any]] = [
     {"backward": {"sites": "nodes"}},
-    {"backward": {"sites": "branches"}},
-    {"backward": {"sites": "branches", "checkpointing": "sparse"}},
     {"backward": {"execution": "reference"}},
     {"backward": {"segments": 2}},
 ]
 
 
 @pytest.mark.always(
-    "PolicyTrainer-{'backward': {'sites': 'branches', 'checkpointing': 'sparse'}}",
     "PolicyTrainer-{'backward': {'segments': 2}}",
 )
 @pytest.mark.parametrize("options", WAYS, ids=str)
@@ -175,7 +172,6 @@ def test_every_way_of_attaching_is_dense_without_a_policy(
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "random rows": ("linears", {"name": "random", "keep": 0.5, "along": "rows", "keep_warmup_steps": 3}),
     "feedback": ("linears", {"name": "topk", "keep": 0.25, "along": "rows", "error_feedback": True}),
-    "branches": ("branches", {"name": "topk", "keep": 0.25, "along": "rows"}),
     "tokens exactly": ("linears", {"name": "tokens", "score": "random", "keep": 0.5}),
     "tokens detached": ("linears", {"name": "tokens", "score": "loss", "keep": 0.5, "mode": "detach"}),
     "examples": ("linears", {"name": "selective-backprop", "keep": 0.5, "start": 0.3, "end": 0.9}),

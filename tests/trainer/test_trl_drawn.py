@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policies.uniform import Uniform
 from sparsebp_cli.policy import sampling
+from sparsebp_shelf.example import Uniform
 
 from .conftest import differing, distance, make_model, weights
 from .fused import Fused, draws, policy_loss, preference_loss
@@ -267,7 +267,7 @@ def test_a_stopped_policy_update_goes_on_to_the_same_bits(policies: list[Any], t
     ids=str,
 )
 def test_what_the_head_cannot_give_is_refused_by_name(policy: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="not built with trl's fused head") as caught:
+    with pytest.raises(UnsupportedError, match="not supported with trl's fused head") as caught:
         sbp.attach(Fused().model, [policy])
     assert "\n" not in str(caught.value)
 
