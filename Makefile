@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture leaderboard results results-study results-masked setup test chaos mutants browser latex check style fix docs site screenshots bench image clean help
+.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture leaderboard results results-study results-masked setup test chaos mutants browser check style fix docs site screenshots bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -77,9 +77,6 @@ mutants: .venv/develop  ## change guard code in one place at a time, and count w
 browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed
 	$(BIN)/pytest -m browser plugins/sparsebp-audit/tests tests/compare tests/docs
 
-latex: .venv/develop  ## a table and a picture of compare in a paper, with pdflatex, which has to be installed
-	$(BIN)/pytest -m latex tests/compare
-
 test-k8s: .venv/develop  ## the target kubernetes on a real control plane, compiled once (ten minutes; Debian, root)
 	bash tests/target/kubernetes.sh
 	$(BIN)/pytest -m k8s -s -v tests/target/test_kubernetes.py
@@ -113,7 +110,7 @@ screenshots: .venv/develop  ## the pictures of terminal and report in docs/pictu
 	$(BIN)/python docs/screenshots.py
 
 bench: .venv/develop  ## time every form of topk on this machine, which should have nothing else to do
-	$(BIN)/sparsebp bench topk --recipe benchmarks/llama-23m.yaml --out benchmarks/results/topk-cpu.json --png benchmarks/results/topk-cpu.png
+	$(BIN)/sparsebp bench topk --recipe benchmarks/llama-23m.yaml --out benchmarks/results/topk-cpu.json
 
 image:  ## the container image; VARIANT=cpu, BASE, IMAGE, PIP_OPTIONS, BUILD_OPTIONS
 	docker build --build-arg BASE=$(BASE) --build-arg VARIANT=$(VARIANT) --build-arg PIP_OPTIONS="$(PIP_OPTIONS)" $(BUILD_OPTIONS) -t $(IMAGE) .
