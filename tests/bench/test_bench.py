@@ -181,7 +181,7 @@ def test_csr_is_forced_without_touching_the_engines_own_share(found: Benchmark) 
         (["topk", "--set", "blok=[8, 8]"], "unknown key 'blok'"),
         (["tpok"], "did you mean topk?"),
         (["topk", "--recipe", "tiny.yaml", "--model", "x"], "give either --recipe or --model, not both"),
-        (["topk", "--out", "no/folder.json"], "there is no folder 'no'"),
+        (["topk", "--out", "no/folder.json"], "the folder 'no' for the JSON does not exist"),
         (["topk", "--model", "./no-such-model", "--rounds", 1], "no file or folder"),
         (["topk", "--length", 100000, "--rounds", 1], "--length must be at most"),
     ],

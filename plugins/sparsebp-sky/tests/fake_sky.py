@@ -93,7 +93,7 @@ def launch(words: list[str]) -> None:
         start_new_session=True,
         stdin=none,
         stdout=none,
-        stderr=none,
+        stderr=(job / "controller.log").open("wb"),
     )
     if told("lose"):
         left = int(told("lose")) - 1
@@ -153,14 +153,20 @@ def finish(job: Path) -> bool:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGTERM if told("preempt").endswith("warned") else signal.SIGKILL)
                 process.wait()
-                shutil.rmtree(home)
+                take_away(home)
                 if taken:
                     return False
             time.sleep(POLL_SECONDS)
     if not is_cancelled(job):
         change(job, status="FAILED" if process.returncode else "SUCCEEDED")
-        shutil.rmtree(home)
+        take_away(home)
     return True
+
+
+def take_away(home: Path) -> None:
+    """Delete a machine's folder, in which processes that were killed may still write a last file."""
+    while home.exists():
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def is_cancelled(job: Path) -> bool:
