@@ -190,7 +190,7 @@ def _mutants(root: Path) -> str:
 
 `make mutants` changes one place of the code that keeps these promises, and runs the tests of its module. It tries
 mutants by hand, and others that the commit's hash draws. Tests killed {killed} of {tried}, {100 * killed // tried} %,
-on {found["date"]} at commit `{found["commit"][:12]}` ({found["machine"]}).
+on {found["date"]} at commit `{found["commit"][:12]}` ({found["machine"]}). {found.get("note", "")}
 """
     return "\n".join([text, table(("module", "by hand", "drawn", "killed"), rows)])
 
