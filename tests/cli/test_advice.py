@@ -450,6 +450,7 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
 
 # The tests that follow an advice whose state is dear to make: a training, a package index, a server.
 ELSEWHERE = {
+    ("cli/starter.py", "sparsebp validate {}"): ("cli/test_foreign_recipe.py::test_the_recipe_of_local_data_validates"),
     ("asset/fetched.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
     ("verb/assets.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
     ("report/kind.py", "sparsebp audit --apply"): (

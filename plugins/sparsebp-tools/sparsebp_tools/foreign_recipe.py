@@ -292,7 +292,7 @@ def _find_wrong(recipe: Mapping[str, Any]) -> FieldError | None:
 
 
 def _write(recipe: dict[str, Any], left: Mapping[str, str], needless: Sequence[str], file: Path) -> str:
-    lines = [f"# From {' '.join(file.name.split())}, by sparsebp init --from."]
+    lines = [f"# Made from {' '.join(file.name.split())}."]
     given = recipe.get("training", {})
     lora = recipe.get("model", {}).get("lora")
     absent = [key for key in TELLING if key not in given and not (key == "num_train_epochs" and "max_steps" in given)]
