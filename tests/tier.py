@@ -19,7 +19,7 @@ import pytest
 
 HEAVY = frozenset({"accelerate", "datasets", "mlflow", "peft", "torchao", "transformers"})
 LEFT_OUT = ("slow", "model", "compiles")
-SLOW_SHARE, QUICK_SHARE = 4, 3  # one of so many slow tests of a file is drawn, and of the others in sampled_folders
+SLOW_SHARE, QUICK_SHARE = 6, 4  # one of so many slow tests of a file is drawn, and of the others in sampled_folders
 FAST = pytest.StashKey[set[Path]]()
 
 
@@ -45,7 +45,7 @@ def add_option(parser: pytest.Parser) -> None:
     """Add ``--fast`` and ``--sample``, and the lists that they read."""
     parser.addoption("--fast", action="store_true", help="only the files of fast_files, without transformers")
     parser.addoption("--sample", action="store_true", help="some tests and cases, by the hash of the commit")
-    parser.addini("sampled_folders", "folders of tests of which --sample takes a third", type="linelist")
+    parser.addini("sampled_folders", "folders of tests of which --sample takes a quarter", type="linelist")
     parser.addini("fast_files", "patterns of the files of the fast tier", type="linelist")
 
 
@@ -88,8 +88,8 @@ def _is_part(function: str, items: Sequence[pytest.Item]) -> bool:
 
 
 def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests: each commit draws others, and `make test-long` runs all. Every file and every promise keeps
-    some."""
+    """Leave out tests: each commit draws others, and `make test-long` runs all. Every file keeps some, every
+    promise and every list of all verbs, messages or sources all."""
     commit = find_commit(config.rootpath)
     folders = tuple(f"{folder}/" for folder in config.getini("sampled_folders"))
     functions: dict[str, list[pytest.Item]] = {}
@@ -112,7 +112,7 @@ def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
 def find_share(cases: Sequence[pytest.Item], *, is_sampled: bool) -> int:
     """Return of how many such functions one is drawn."""
     names = {mark.name for item in cases for mark in item.iter_markers()}
-    if "promise" in names:
+    if names & {"promise", "inventory"}:
         return 1
     if names & {"slow", "always", "xdist_group"}:  # tests of a group share an engine, a folder or trainings
         return SLOW_SHARE

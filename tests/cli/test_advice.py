@@ -543,6 +543,7 @@ MENTIONS = {
 }
 
 
+@pytest.mark.inventory
 def test_every_command_that_a_message_names_has_its_story() -> None:
     found = {(message.file, command) for message in MESSAGES for command in message.commands()}
     told = {key for keys in STORIES.values() for key in keys}

@@ -43,6 +43,7 @@ READ = {"recipe": "RECIPE", "recipes": "RECIPE", "file": "RECIPE", "candidate": 
 WRITTEN = {"folder", "html", "ids", "out", "png", "to"}
 
 
+@pytest.mark.inventory
 def test_every_verb_has_a_row_and_each_file_that_it_reads_a_line() -> None:
     verbs = {verb.__name__: verb for group in VERBS.values() for verb in group}
     assert ROWS.keys() == verbs.keys()

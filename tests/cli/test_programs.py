@@ -171,6 +171,7 @@ def test_every_verb_answers_with_one_document_that_keeps_its_schema(
     assert done.returncode == 0 or kind in {"error", "sent", "checked-recipes", "checks", "judgement"}, done.stderr
 
 
+@pytest.mark.inventory
 def test_no_verb_and_no_kind_is_left_out() -> None:
     assert {words.split()[0] for words, _ in CASES} == set(NAMES)
     told = {(words.split()[0], kind) for words, kind in CASES if kind != "error"}
@@ -295,6 +296,7 @@ def test_the_nearest_name_is_read_as_it_was_written(name: str) -> None:
     assert find_nearest("unknown 'x'") is None
 
 
+@pytest.mark.inventory
 def test_every_exit_code_of_the_code_is_in_the_table() -> None:
     def walk(kind: type[SparseBPError]) -> set[int]:
         return {kind.exit_code}.union(*map(walk, kind.__subclasses__()))
@@ -310,6 +312,7 @@ def test_every_exit_code_of_the_code_is_in_the_table() -> None:
     assert found >= {2, 100, 102, 104}  # the search finds them
 
 
+@pytest.mark.inventory
 def test_every_schema_describes_every_field() -> None:
     for kind in KINDS:
         schema = validator(kind.name).schema

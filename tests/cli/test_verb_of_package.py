@@ -36,6 +36,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Any:
     plugin.find_verbs.cache_clear()
 
 
+@pytest.mark.inventory
 def test_every_verb_that_has_a_home_is_of_an_installed_package_here() -> None:
     assert {*HOMES} == {*plugin.find_verbs()}
     assert plugin.BROKEN == {}
@@ -86,6 +87,7 @@ def test_a_verb_whose_function_is_missing_is_broken_alone(offered: Any, monkeypa
     assert "has no attribute 'nothing'" in plugin.BROKEN["half"]
 
 
+@pytest.mark.inventory
 def test_every_process_that_a_verb_starts_is_a_module_that_exists() -> None:
     """Tests of verbs stand in for these processes, so that a module that moved would be missed by users alone."""
     prefixes = {"measure_apart": "", "ask": "sparsebp_cli.worker.", "ask_worker": "sparsebp_cli.worker."}

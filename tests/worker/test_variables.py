@@ -68,6 +68,7 @@ def hostile(value: str, names: Iterable[str]) -> dict[str, str]:
     return {name: value for name in names if not interpreter.is_declared(name)} | LEFT_BEHIND
 
 
+@pytest.mark.inventory
 def test_the_sources_of_the_libraries_name_variables_that_are_known_to_change_a_run() -> None:
     found = collect_names()
     known = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED"}
