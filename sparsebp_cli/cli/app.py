@@ -170,7 +170,7 @@ def describe_error(error: Exception) -> Problem:
             nearest=near[0] if near else None,
         )
     if isinstance(error, typer.Abort):
-        return Problem(type="Interrupted", exit_code=CHECK_FAILED, text="a question was not answered")
+        return Problem(type="Interrupted", exit_code=CHECK_FAILED, text="the command's question was not answered")
     return Problem(type="Crash", exit_code=SparseBPError.exit_code, text=crash.describe(error))
 
 

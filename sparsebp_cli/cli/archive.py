@@ -23,7 +23,7 @@ from sparsebp_cli.run import History, RunFolder
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
 
-THIN = "Keep only evaluations and FLOPs of a study's tuning runs: an eighth of their bytes."
+THIN = "Keep only evaluations and FLOPs of a study's tuning runs, which need about an eighth of the space."
 
 
 def archive(
@@ -45,7 +45,7 @@ def archive(
         folder.read_plan()  # raises if the plan is damaged
         if not (state := folder.state()).over:
             raise RunBusyError(
-                f"run {folder.run_id} is {state}, an archive takes only runs that are over; nothing was written"
+                f"run {folder.run_id} is {state}, but an archive takes only runs that have ended; nothing was written"
             )
     studies = [record for word in runs if (record := find_study(word)) is not None]
     study = studies[0].study if len(studies) == len(runs) == 1 else ""  # if it is alone, the report is the study's

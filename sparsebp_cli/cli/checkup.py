@@ -70,7 +70,7 @@ def check_torch() -> list[CheckResult]:
     try:
         torch: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        reason = (done.stderr.strip().splitlines() or ["it ended without any output"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["python could not load it and printed no reason"])[-1]
         return [CheckResult("fail", "torch", reason, "install torch again for this machine")]
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
     gpus = ", ".join(torch["gpus"]) or "no GPU: the CPU is used"
@@ -149,7 +149,7 @@ def check_notices() -> list[CheckResult]:
 
     if (tool := find_tool("notify")) is not None:
         return list(tool.check())
-    text = f"nothing reads {settings_file()}: `notify` is {tell_home('sparsebp-tools')}"
+    text = f"{settings_file()} has no effect: `notify` is {tell_home('sparsebp-tools')}"
     return [CheckResult("warn", "notify", text)] if settings_file().exists() else []
 
 

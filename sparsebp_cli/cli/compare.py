@@ -175,7 +175,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     comparison = compare_runs(chosen, question)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):
-        warning = f"runs were chosen by how they ended ({', '.join(outcomes)}): no number here includes the others"
+        warning = f"--where selects runs by outcome ({', '.join(outcomes)}): no number here includes the other runs"
         comparison = replace(comparison, warnings=(warning, *comparison.warnings))
     # Do everything that can raise an error before printing anything.
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
@@ -290,7 +290,7 @@ def _question(
 
     named, allowed = parse_margin(margin) if margin is not None else (None, None)
     if named and metric and named != metric:
-        raise UsageError(f"--margin names {named}, but --metric is {metric}: name the same")
+        raise UsageError(f"--margin names {named}, but --metric is {metric}: give both the same metric")
     wanted = ([curves] if curves else []) + (list(REPORT_CURVES) if whole else [])
     return Question(baseline, metric or named, allowed, Reducer.parse(reduce), reach, tuple(wanted))
 

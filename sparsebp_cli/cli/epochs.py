@@ -28,7 +28,8 @@ def derive_steps(placed: PlacedRecipe, origin: Path, unknown: Sequence[str]) -> 
     if epochs is None:
         return recipe
     if unknown:
-        raise placed.error(KEY, f"needs model and data on this machine; give training.max_steps ({unknown[0]})")
+        text = f"cannot count the examples on this machine ({unknown[0]}); give training.max_steps instead"
+        raise placed.error(KEY, text)
 
     def with_steps(number: int) -> Recipe:
         changed = training.model_copy(update={"max_steps": number, "num_train_epochs": None})

@@ -26,7 +26,7 @@ FAILED_WITH = {3: DivergedError.exit_code}  # the worker's exit code to this com
 WAITING_FOR = {
     State.RUNNING: "",
     State.QUEUED: "waiting for its turn",
-    State.UNREACHABLE: "its target does not answer; trying again",
+    State.UNREACHABLE: "the target does not answer; still trying to reach it",
 }
 STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
 KILLING = "ending it at once"
@@ -161,7 +161,7 @@ def _report_connection(job: Job, display: Display, lost: bool) -> bool:
     is_lost = job.status() is State.UNREACHABLE
     if is_lost and not lost:
         display.print_text(
-            f"warning: {job.warning() or 'the target does not answer'}; the run may go on there, trying again"
+            f"warning: {job.warning() or 'the target does not answer'}; the run may go on there; still trying"
         )
     if lost and not is_lost:
         display.print_text("the target answers again")

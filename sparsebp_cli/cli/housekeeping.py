@@ -88,7 +88,7 @@ def prune(
         except (RunBusyError, OSError) as error:
             if runs:
                 raise
-            warn(f"{folder.run_id}: its checkpoints stay: {getattr(error, 'strerror', None) or error}")
+            warn(f"{folder.run_id}: its checkpoints were not deleted: {getattr(error, 'strerror', None) or error}")
             continue
         freed.append(FreedRun(run_id=folder.run_id, name=folder.brief()[0], bytes=size))
     tell(FreedRuns(runs=freed, bytes=sum(one.bytes for one in freed), is_dry=dry_run), output, _print_pruned)
@@ -111,7 +111,7 @@ def _find_superfluous(folder: RunFolder) -> list[Path]:
         return places
     needed = next((place for place in reversed(places) if not manifest.find_damage(place)), None)
     if (folder.path / "model").is_dir() and damage:
-        kept = f"{needed.name} stays" if needed else "its checkpoints stay"
+        kept = f"its checkpoint {needed.name} is kept" if needed else "its checkpoints are kept"
         warn(f"{folder.run_id}: its model cannot be verified ({damage}): {kept}")
     return [place for place in places if place != needed] if needed else []
 
@@ -125,7 +125,7 @@ def _refuse_alive(folders: Sequence[RunFolder]) -> None:
 
 def _ask(folders: Sequence[RunFolder], size: int, *, can_ask: bool) -> None:
     if not can_ask or not sys.stdin.isatty():
-        raise UsageError("this is no terminal: add --yes to delete without a question; nothing was deleted")
+        raise UsageError("cannot ask for confirmation without a terminal: add --yes to delete; nothing was deleted")
     for folder in folders[:MOST_NAMED]:
         print_line(f"{folder.run_id} {folder.brief()[0]} ({folder.state()})")
     if len(folders) > MOST_NAMED:
@@ -156,7 +156,7 @@ def _destroy(place: Path) -> None:
 
     if problem := delete_record(RunFolder(place)):
         name = place.name.removeprefix(DELETED)
-        warn(f"{name}: its record in MLflow stays: {problem}")
+        warn(f"{name}: its record in MLflow was not deleted: {problem}")
     # Repeat if another command, which finishes this deletion, has put its lock into the folder meanwhile.
     for _ in range(MOST_ATTEMPTS):
         shutil.rmtree(place.resolve(), ignore_errors=True)  # a run's folder may be a link to another disk

@@ -29,7 +29,7 @@ def tag(
     """Give runs a tag. Select them later as `@NAME` in every command, or by --where tag=NAME."""
     check_tag(name)
     if not remove and (home() / "studies" / f"{name}.json").is_file():
-        raise UsageError(f"@{name} is the study {name} in `compare`: choose another tag")
+        raise UsageError(f"a study has the name {name}, and `compare @{name}` shows the study: choose another tag")
     folders = find_all(runs)
     for folder in folders:
         _change(folder, lambda old: replace(old, tags=tuple(sorted({*old.tags, name} - ({name} if remove else set())))))
@@ -56,4 +56,4 @@ def _change(folder: RunFolder, change: Callable[[Labels], Labels]) -> None:
         from sparsebp_cli.tracking import sync
 
         if problem := sync(folder).problem:
-            warn(f"{folder.run_id}: MLflow does not have it: {problem}")
+            warn(f"{folder.run_id}: the change was not sent to MLflow: {problem}")

@@ -54,7 +54,9 @@ class _Outlet:
             return
         self.problem = error
         if self._tells:
-            text = f"the output cannot be written any more ({error.strerror}), and is lost; the command goes on"
+            text = (
+                f"the output cannot be written any more ({error.strerror}): further output is lost; the command goes on"
+            )
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

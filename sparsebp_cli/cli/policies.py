@@ -75,7 +75,7 @@ def _print_all(found: PolicyList) -> None:
     for line in found.policies:
         if line.problem:
             print_line(f"{line.name} of {line.source} is broken: {line.problem}")
-    print_line("varies: by an option that is no number; one policy's card and options: sparsebp policies NAME")
+    print_line("varies: an option that is not a number decides it; `sparsebp policies NAME` shows the options")
 
 
 def _print_one(found: PolicyList) -> None:

@@ -98,7 +98,7 @@ def init(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Instead: a recipe from an axolotl, TRL or torchtune file."),
+        typer.Option("--from", metavar="FILE", help="Convert this axolotl, TRL or torchtune file to a recipe."),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:

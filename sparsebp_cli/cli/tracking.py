@@ -61,7 +61,7 @@ def _check_trackers(names: Sequence[str], uri: str | None) -> None:
             find_tracker(name).require(name)
             find_feeder()
     if uri is not None and names and STORE not in names:
-        raise UsageError(f"--uri is the address of MLflow's store, but --to {' '.join(names)} leaves out")
+        raise UsageError(f"--uri is the address of an MLflow store: add --to {STORE}, got --to {' '.join(names)}")
     if uri is not None and (problem := find_problem(uri)):
         raise UsageError(f"--uri {problem}")
 

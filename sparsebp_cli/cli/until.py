@@ -72,7 +72,7 @@ def run_until(
             stopped = "decided"
             break
         if max_minutes is not None and time.monotonic() - began > 60.0 * max_minutes:
-            print_line(f"--max-minutes {max_minutes:g} are over; {len(trial.open)} not decided", stderr=True)
+            print_line(f"--max-minutes {max_minutes:g} is reached; undecided groups: {len(trial.open)}", stderr=True)
             stopped = "minutes"
             break
     if not code:
@@ -91,7 +91,7 @@ def _find_way(metric: str, plans: Sequence[Plan]) -> str:
     declared = {way.better for plan in plans if (way := declare_generated(plan.recipe).get(metric)) is not None}
     found = declared.pop() if len(declared) == 1 else better(metric)
     if not found:
-        raise UsageError(f"--until-ci: {metric} does not show if higher is better")
+        raise UsageError(f"--until-ci: cannot tell from the name {metric} if higher is better; name another metric")
     return found
 
 

@@ -78,7 +78,7 @@ def validate(
 
     studies_tool = find_tool("study")
     for file in filter(is_targets_file, recipes):
-        print_line(f"passed over {file}: named targets and no recipe")
+        print_line(f"skipped {file}: it defines targets and is no recipe")
     recipes = [file for file in recipes if not is_targets_file(file)]
     if memory:
         if (tool := find_tool("forecast")) is None:
@@ -194,7 +194,7 @@ def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
     from sparsebp_cli.source import inspect_sources
 
     if not has_own_worker(placed.recipe):
-        return ["model and data: not checked, because another worker reads them"]
+        return ["model and data: not checked, because the recipe sets another target.worker, which reads them"]
     is_here = placed.recipe.target.kind == HERE
     problems = list(inspect_sources(placed.recipe, list(dict.fromkeys(folders)), is_here=is_here))
     if wrong := [FieldError(found.location, found.text) for found in problems if found.kind == "wrong"]:

@@ -43,7 +43,7 @@ def ask(module: str, files: Sequence[Path], what: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RunFailedError(f"the process that {what} ended with {done.returncode}: {last}") from None
+        raise RunFailedError(f"the process that {what} failed with exit code {done.returncode}: {last}") from None
     if "error" in answer:
         raise UsageError(answer["error"]) if answer["code"] == UsageError.exit_code else RunFailedError(answer["error"])
     return answer

@@ -153,7 +153,7 @@ def test_csv_has_the_curve_that_was_asked_for(call: Cli, study: list[RunFolder])
 
 
 def test_whoever_chooses_runs_by_how_they_ended_is_told_so(call: Cli, study: list[RunFolder]) -> None:
-    told = "runs were chosen by how they ended (eval/loss, state): no number here includes the others"
+    told = "--where selects runs by outcome (eval/loss, state): no number here includes the other runs"
     where = "eval/loss<3.05 and not state=failed"
     assert told in json.loads(call("compare", "--where", where, "-o", "json").stdout)["warnings"]
     assert json.loads(call("compare", "--where", "seed<9", "-o", "json").stdout)["warnings"] == []

@@ -36,7 +36,7 @@ def test_policies_show_options_claims_and_broken_plugins(cli: Cli, tmp_path: Pat
     assert max(len(line.rstrip()) for line in one.splitlines()) <= WIDTH
     unknown = cli("policies", "topq", PYTHONPATH=path)
     assert (unknown.returncode, "did you mean topk?" in unknown.stderr) == (2, True)
-    assert "varies: by an option that is no number" in shown
+    assert "varies: an option that is not a number decides it" in shown
     assert "broken-plugin 1.0" in shown
     assert "lost of broken-plugin 1.0 is broken: ModuleNotFoundError: No module named 'no_such_module'\n" in shown
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= WIDTH
@@ -99,7 +99,7 @@ def test_the_command_of_a_trackers_warning_sends_what_the_tracker_lacks(
     ("words", "text"),
     [
         (["--to", "tensorbord"], "unknown tracker 'tensorbord', allowed: .*tensorboard, trackio; did you mean"),
-        (["--to", "trackio", "--uri", "sqlite:////m.db"], "--uri is the address of MLflow's store"),
+        (["--to", "trackio", "--uri", "sqlite:////m.db"], "--uri is the address of an MLflow store"),
     ],
 )
 def test_sync_refuses_what_it_cannot_send_to(call: Cli, write_recipe: Write, words: list[str], text: str) -> None:

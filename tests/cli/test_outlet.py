@@ -79,7 +79,10 @@ def test_every_verb_ends_as_it_would_with_an_output_or_says_that_it_was_lost(
         assert "Traceback" not in said, (verb, said)
         if kind == "full" and verb not in SILENT:
             assert codes[kind] == (codes["whole"] or 100), (verb, said)
-            assert "warning: the output cannot be written any more (No space left on device), and is lost" in said
+            assert (
+                "warning: the output cannot be written any more (No space left on device): further output is lost"
+                in said
+            )
         else:
             assert codes[kind] == codes["whole"], (verb, said)
     assert (folder / "a.tar.gz").exists()

@@ -241,7 +241,7 @@ def test_files_of_a_starter_folder_are_valid_and_targets_passed_over(call: Cli, 
     done = call("validate", *sorted((tmp_path / "sums").glob("*.yaml")))
     lines = done.stdout.splitlines()
     assert (done.returncode, done.stderr, len(lines)) == (0, "", 3)
-    assert lines[0].endswith("targets.yaml: named targets and no recipe")
+    assert lines[0].endswith("targets.yaml: it defines targets and is no recipe")
 
 
 def test_a_folder_with_something_in_it_is_refused(call: Cli, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_no_round_begins_when_the_time_is_over(two_recipes: list[Path], capsys: 
     machine = Machine(two_recipes, noisy(0.01, 0.5))
     assert machine.until("eval/loss=0.01", "0-9", max_minutes=0.0) == 0
     assert len(machine.done) == 6
-    assert "--max-minutes 0 are over; 1 not decided" in capsys.readouterr().err
+    assert "--max-minutes 0 is reached; undecided groups: 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_no_round_begins_when_the_time_is_over(two_recipes: list[Path], capsys: 
     [
         ("eval/loss=0", "0-4", "--until-ci must be a number above 0"),
         ("eval/loss=0.1", "0-1", "--until-ci needs at least 3 seeds to choose from, got 2"),
-        ("train/grad_norm=0.1", "0-4", "train/grad_norm does not show if higher is better"),
+        ("train/grad_norm=0.1", "0-4", "from the name train/grad_norm if higher is better"),
     ],
 )
 def test_what_cannot_be_decided_is_refused_before_anything_runs(

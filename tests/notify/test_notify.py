@@ -177,8 +177,8 @@ def test_the_core_hands_events_to_the_package_and_does_without_it(
     (found,) = check_notices()
     assert (found.level, found.text) == (
         "warn",
-        f"nothing reads {settings}: `notify` is in the package sparsebp-tools: python -m pip install sparsebp-tools, "
-        "or plugins/sparsebp-tools of a checkout",
+        f"{settings} has no effect: `notify` is in the package sparsebp-tools: "
+        "python -m pip install sparsebp-tools, or plugins/sparsebp-tools of a checkout",
     )
     settings.unlink()
     assert check_notices() == []

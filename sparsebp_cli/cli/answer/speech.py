@@ -80,7 +80,7 @@ class Speech:
         """Answer with an error if the command ended without an answer, as after a signal."""
         if self.is_json and not self._is_told:
             kind = "Interrupted" if exit_code in INTERRUPTED else "Exit"
-            text = "ended before there was an answer; standard error has the reason"
+            text = "the command ended before it had an answer; standard error shows the reason"
             self.tell(ErrorAnswer(error=Problem(type=kind, exit_code=exit_code, text=text)))
 
 
