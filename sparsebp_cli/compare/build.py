@@ -158,7 +158,7 @@ class _Builder:
         if run.missing_steps:
             has = f"the store has {run.steps} of {run.steps_planned} steps"
             return Exclusion(
-                "half sent", f"half sent: {has}; `sparsebp sync {run.run_id}` sends the rest from where it ran"
+                "half sent", f"half sent: {has}; on its machine, `sparsebp sync {run.run_id}` sends the rest"
             )
         if not run.finished:
             if run.broke_down and not run.repeats:
@@ -219,7 +219,7 @@ class _Builder:
     def _coarsened(self, group: str) -> str:
         if group == self.first or (common := self._common_steps(group, self.first)) is None:
             return ""
-        return f"evaluated at other steps than the baseline, so the difference is over the {len(common)} that both have"
+        return f"evaluated at other steps than the baseline, so the difference uses the {len(common)} shared steps only"
 
     def _diverged(self, group: str) -> list[LoadedRun]:
         found = [run for run in self.members[group] if not run.repeats and run.run_id in self.excluded]
@@ -288,7 +288,7 @@ class _Builder:
                 return [f"{len(dense)} groups are dense: the baseline is {name}, not {others}; --baseline sets another"]
             if not any(run.is_ours for some in self.members.values() for run in some):
                 return []  # other programs logged these runs, so their policies are unknown
-            return [f"no run here is dense: the baseline is {name}, and no saving is against dense training"]
+            return [f"no run here is dense: the baseline is {name}, so no saving is relative to dense training"]
         return [
             f"the baseline was chosen: {self.labels[self.first]}; without --baseline it is {self.labels[self.usual]}. "
             "A baseline chosen after its result was seen makes differences that chance alone explains"
@@ -297,7 +297,7 @@ class _Builder:
     def _other_examples(self) -> list[str]:
         there = self.counted[self.first]
         return [
-            f"{self.labels[group]} was evaluated on other examples than {self.labels[self.first]}: not compared"
+            f"{self.labels[group]} was evaluated on other examples than {self.labels[self.first]}, so not compared"
             for group, some in self.counted.items()
             if have_other_examples(some, there)
         ]

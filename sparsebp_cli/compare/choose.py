@@ -153,7 +153,7 @@ def describe_left_out(candidates: Sequence[RunCandidate], chosen: Sequence[RunCa
             new = [str(seed) for seed in candidate.find("seed") if str(seed) not in seeds[key]]
             left.setdefault(some[0].name, {}).update(dict.fromkeys(new))
     return [
-        f"{name}: these stored seeds were not chosen, so no number here includes them: {', '.join(sorted(found))}"
+        f"{name}: more seeds are stored than you selected; no number here includes seeds {', '.join(sorted(found))}"
         for name, found in left.items()
         if found
     ]

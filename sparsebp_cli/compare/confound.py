@@ -157,7 +157,7 @@ def _other_data(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Itera
             here, there = ({str(run.flat.get(key)) for run in some} for some in (runs, others))
             if here != there:
                 shown = " against ".join(", ".join(sorted(values)) for values in (here, there))
-                yield f"{tidy(key)} differs ({tidy(shown)}): perhaps other data than the baseline's"
+                yield f"{tidy(key)} differs ({tidy(shown)}): the data may not be the baseline's"
 
 
 def ask_about_scale(metric: str, value: float | None, there: float | None) -> str:
@@ -202,7 +202,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     seeds = {group.seeds for group in groups if group.seeds}
     if len(seeds) > 1:
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
-        lines.append(f"the groups have different seeds ({shown}): differences use the shared ones only")
+        lines.append(f"the groups have different seeds ({shown}): differences use only the shared seeds")
     if dirty := [run.run_id for run in counted if run.dirty]:
         lines.append(f"uncommitted changes in the checkout were present in {len(dirty)} of {len(counted)} runs")
     if untimed := [run for run in counted if not run.is_timed and run.history.metrics]:
@@ -211,7 +211,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
             "clock, evaluation and checkpoints included"
         )
     if unseeded := [run for run in counted if run.seed is None]:
-        lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} did not log a seed: in no pair{_hint(unseeded)}")
+        lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} logged no seed: not paired{_hint(unseeded)}")
     lines += [f"{group.label}: no run has {quality} after its last step" for group in groups if _blind(group)]
     lines += _compilation_warning(groups, counted)
     return (*lines, *_notes(counted, groups))
@@ -272,7 +272,7 @@ def _claim_warning(group: Group, runs: Sequence[LoadedRun]) -> str:
     if executed <= claimed * TOLERANCE:
         return ""
     what = "skips nothing" if executed > 0.99 else f"executes {executed:.0%}"
-    return f"{group.label}: claims to leave {claimed:.0%} of the backward FLOPs, but {what} (counted)"
+    return f"{group.label}: claims to need {claimed:.0%} of the backward FLOPs, but {what} (counted)"
 
 
 def _saving_warning(group: Group) -> str:
@@ -295,9 +295,9 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
     )
     recipes = [rename_keys(run.recipe) for run in runs]
     chosen = any(flatten(recipe).get("backward.execution") == "reference" for recipe in recipes)
-    why = "; backward.execution is reference, which multiplies everything" if chosen else ""
+    why = "; expected: backward.execution: reference computes every product" if chosen else ""
     return (
-        f"{group.label}: claims to leave {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "
+        f"{group.label}: claims to need {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "
         f"executed (counted{why})"
     )
 

@@ -34,7 +34,7 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
     labels = _check_names(comparison, condition)
     groups = [group for group in comparison.groups if not group.baseline]
     if not groups:
-        raise UsageError("--fail-if needs a group other than the baseline")
+        raise UsageError("--fail-if needs a group to check, but only the baseline was selected")
     tables = {group.label: figures(comparison, group) for group in comparison.groups}
     failures = []
     # A condition that names its groups gives the same result for every group, so test it once.
@@ -114,7 +114,7 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
         named += [label] if label else []
     plain = sum(":" not in name for name in condition.names)
     if named and plain:
-        raise UsageError("--fail-if: write a group before every number, or before none")
+        raise UsageError("--fail-if: write GROUP: before every number, or before none")
     return named
 
 

@@ -86,7 +86,7 @@ class Grouping:
             if mixed:
                 more = f" and {len(mixed) - 5} more" if len(mixed) > 5 else ""
                 lines.append(
-                    f"{label}: its runs differ in {', '.join(mixed[:5])}{more}, passed over by --group-by or --ignore"
+                    f"{label}: its runs differ in {', '.join(mixed[:5])}{more}, which --group-by or --ignore leaves out"
                 )
         return lines
 

@@ -194,9 +194,7 @@ def choose_way(question: Question, metric: str, known: Metric | None = None) -> 
         "--reduce best": question.reducer.kind == "best",
     }
     for option in (option for option, is_set in needy.items() if is_set and not way):
-        raise UsageError(
-            f"{option}: the name {metric!r} does not show if higher is better: add --better lower or higher"
-        )
+        raise UsageError(f"{option}: cannot tell from {metric!r} if higher is better: add --better lower or higher")
     return way
 
 

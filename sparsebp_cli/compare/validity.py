@@ -23,8 +23,8 @@ def withhold_times(
         why = _describe_busy(found)
     elif baseline is not None and same_hardware and (limit := _find_drift(speed, quality, baseline)) is not None:
         why = (
-            f"the two runs differ by more than the policy can save, at most {100 * (limit - 1):+.0f} % of forward and "
-            "backward: the machine drifted between them"
+            f"the step times differ by more than the policy can save, at most {100 * (limit - 1):+.0f} % of forward "
+            "and backward: the machine's speed changed between the runs"
         )
     else:
         return speed, quality

@@ -151,7 +151,7 @@ def test_the_best_of_more_evaluations_finds_nothing_in_nothing(make_run: MakeRun
     group = sparse(runs, Question(reducer=Reducer.parse("best")))
     assert group.quality.difference is not None
     assert group.quality.difference.mean == pytest.approx(0.0)
-    assert "evaluated at other steps than the baseline, so the difference is over the 3 that both have" in group.verdict
+    assert "evaluated at other steps than the baseline, so the difference uses the 3 shared steps only" in group.verdict
     assert not sparse(runs).quality.coarsened
 
 

@@ -242,8 +242,8 @@ def test_a_policy_that_claims_to_skip_and_does_not_is_named(make_run: MakeRun) -
     runs.append(make_run("boaster", **TOPK, executed=1.0, claimed=0.1, backward={"exclude": ["a"]}))
     runs.append(make_run("half", **TOPK, executed=0.5, claimed=0.1, backward={"exclude": ["b"]}))
     assert [line for line in compare_runs(runs).warnings if "claims" in line] == [
-        "boaster: claims to leave 10% of the backward FLOPs, but skips nothing (counted)",
-        "half: claims to leave 10% of the backward FLOPs, but executes 50% (counted)",
+        "boaster: claims to need 10% of the backward FLOPs, but skips nothing (counted)",
+        "half: claims to need 10% of the backward FLOPs, but executes 50% (counted)",
     ]
 
 

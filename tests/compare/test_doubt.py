@@ -37,7 +37,7 @@ def test_losses_on_other_held_out_examples_are_no_difference_of_the_models(make_
     assert group.quality.difference is None
     assert group.quality.not_worse is None
     assert group.verdict.startswith("evaluated on other examples than the baseline: no statement about quality; ")
-    assert "topk was evaluated on other examples than dense: not compared" in found.warnings
+    assert "topk was evaluated on other examples than dense, so not compared" in found.warnings
     assert "cannot be decided" in check(found, "eval/loss.delta.high > 0.02")[0].text
 
 

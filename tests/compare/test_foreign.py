@@ -127,7 +127,7 @@ def test_another_parameter_is_the_seed_only_when_it_is_named(store: ForeignStore
     unnamed = compare(store)
     assert len(unnamed.groups) == 6
     assert any(
-        "did not log a seed" in line and "--seed-param" in line and "trainer.seed" in line for line in unnamed.warnings
+        "logged no seed" in line and "--seed-param" in line and "trainer.seed" in line for line in unnamed.warnings
     )
     named = compare(store, grouping=Grouping(seed="trainer.seed"))
     assert [group.seeds for group in named.groups] == [(0, 1, 2), (0, 1, 2)]
@@ -197,7 +197,7 @@ def test_a_question_that_needs_a_direction_is_refused_without_one(store: Foreign
         Question(metric="em", target=0.5),
         Question(metric="em", reducer=Reducer("best")),
     ):
-        with pytest.raises(UsageError, match=r"the name 'em' does not show .* add --better lower or higher"):
+        with pytest.raises(UsageError, match=r"cannot tell from 'em' .* add --better lower or higher"):
             compare(store, question)
     assert "differs by" in compare(store, Question(metric="em")).groups[1].verdict
     found = compare(store, Question(metric="em", margin=0.01, better="higher"))
@@ -249,7 +249,7 @@ def test_a_parameter_that_speaks_of_data_reaches_the_verdict(store: ForeignStore
             value = 3.0 + 0.01 * seed * seed - 0.5 * (name == "b") + 0.001 * seed * (name == "b")
             store.add(name, {key: data, "seed": seed, "dataloader_workers": name}, {"eval_loss": curve(6, value)})
     verdict = compare(store).groups[1].verdict
-    assert f"{key} differs (wiki-easy against wiki): perhaps other data than the baseline's" in verdict
+    assert f"{key} differs (wiki-easy against wiki): the data may not be the baseline's" in verdict
     assert "dataloader_workers" not in verdict
 
 
@@ -274,4 +274,4 @@ def test_seeds_of_another_experiment_were_not_left_out() -> None:
     mine, theirs = ([candidate(place, seed + start) for seed in range(3)] for place, start in (("mine", 0), ("b", 5)))
     assert describe_left_out([*mine, *theirs], mine) == []
     (line,) = describe_left_out([*mine, *theirs], mine[:2])
-    assert line.endswith("no number here includes them: 2")
+    assert line.endswith("no number here includes seeds 2")

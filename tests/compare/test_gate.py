@@ -70,7 +70,7 @@ def test_every_group_but_the_baseline_is_asked(make_run: MakeRun) -> None:
     [
         ("eval/loss.delta.hi > 1", r"unknown figure 'eval/loss.delta.hi', allowed: .*did you mean eval/loss.delta"),
         ("nobody:eval/loss.mean > 1", "no group is called 'nobody'; there are dense, topk-rows"),
-        ("dense:eval/loss.mean > 1 and eval/loss.mean > 1", "write a group before every number, or before none"),
+        ("dense:eval/loss.mean > 1 and eval/loss.mean > 1", "write GROUP: before every number, or before none"),
         ("eval/loss.delta.high", "expected one of"),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_wrong_condition_is_refused_in_one_line(comparison: Comparison, condit
 
 
 def test_a_gate_without_anything_to_hold_against_the_baseline_is_refused(make_run: MakeRun) -> None:
-    with pytest.raises(UsageError, match="needs a group other than the baseline"):
+    with pytest.raises(UsageError, match="needs a group to check, but only the baseline was selected"):
         check(compare_runs([make_run()]), "eval/loss.mean > 1")
 
 

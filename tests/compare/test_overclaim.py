@@ -23,14 +23,14 @@ def _warnings(make_run: MakeRun, **policy: Any) -> list[str]:
 def test_a_claim_that_was_not_kept_is_told_with_both_shares(make_run: MakeRun) -> None:
     lines = _warnings(make_run, executed=1.0, claimed=0.1, metrics=_proof(0.1, 1.0, 0.9))
     assert lines == [
-        "sparse: claims to leave 10.0% of the backward FLOPs at its sites, but 100.0% were executed (counted)"
+        "sparse: claims to need 10.0% of the backward FLOPs at its sites, but 100.0% were executed (counted)"
     ]
 
 
 def test_an_excess_that_no_tolerance_would_see_is_told(make_run: MakeRun) -> None:
     lines = _warnings(make_run, executed=0.101, claimed=0.1, metrics=_proof(0.1, 0.102, 0.001))
     assert lines == [
-        "sparse: claims to leave 10.0% of the backward FLOPs at its sites, but 10.2% were executed (counted)"
+        "sparse: claims to need 10.0% of the backward FLOPs at its sites, but 10.2% were executed (counted)"
     ]
 
 
@@ -40,10 +40,10 @@ def test_a_claim_that_was_kept_but_for_rounding_is_left_alone(make_run: MakeRun)
 
 def test_the_reference_engine_is_named_as_the_reason(make_run: MakeRun) -> None:
     lines = _warnings(make_run, metrics=_proof(0.1, 1.0, 0.9), backward={"execution": "reference"})
-    assert lines[0].endswith("(counted; backward.execution is reference, which multiplies everything)")
+    assert lines[0].endswith("(counted; expected: backward.execution: reference computes every product)")
 
 
 def test_a_run_without_a_proof_is_held_against_its_ceiling(make_run: MakeRun) -> None:
     assert _warnings(make_run, executed=1.0, claimed=0.1) == [
-        "sparse: claims to leave 10% of the backward FLOPs, but skips nothing (counted)"
+        "sparse: claims to need 10% of the backward FLOPs, but skips nothing (counted)"
     ]

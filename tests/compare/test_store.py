@@ -152,7 +152,7 @@ def test_a_run_that_was_sent_in_part_is_shown_as_such_and_counts_nowhere(make_ru
     found = read_back(store, "dense")
     line = next(run for run in found.runs if run.run_id == partial.run_id)
     assert not line.counts
-    send = f"`sparsebp sync {partial.run_id}` sends the rest from where it ran"
+    send = f"on its machine, `sparsebp sync {partial.run_id}` sends the rest"
     assert line.reason == f"half sent: the store has 11 of 20 steps; {send}"
     assert found.groups[0].seeds == (0,)
     partial.path.joinpath("journal.jsonl").write_text("".join(lines))
@@ -205,7 +205,7 @@ def test_runs_that_somebody_elses_client_logged_are_compared_by_their_parameters
     curve = found.runs[0].curves["eval_loss"]
     assert [point.seconds for point in curve] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert any("logged no step times" in line for line in found.warnings)
-    assert any("did not log a seed" in line for line in found.warnings)
+    assert any("logged no seed" in line for line in found.warnings)
     assert table(found)
 
 
