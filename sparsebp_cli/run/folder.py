@@ -203,7 +203,7 @@ class RunFolder:
         try:
             lock.acquire(timeout=LOCK_PATIENCE_SECONDS, poll_interval=0.01)
         except Timeout:
-            raise RunBusyError(f"run {self.run_id} is already being worked on by another process") from None
+            raise RunBusyError(f"another process is already working on run {self.run_id}") from None
         return lock
 
     def is_locked(self, role: str) -> bool:

@@ -92,9 +92,9 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
     except (ValueError, OverflowError) as error:  # from names and times that no file can have
         raise _refuse(str(error)) from None
     except (tarfile.TarError, EOFError) as error:
-        raise UnreachableError(f"a transfer broke off: {error}") from None
+        raise UnreachableError(f"the transfer of the results broke off: {error}") from None
     if counted.tail != END_OF_ARCHIVE:
-        raise UnreachableError("a transfer broke off before the end of the archive")
+        raise UnreachableError("the transfer of the results broke off before its end")
     return part
 
 
@@ -127,7 +127,7 @@ def append_lines(file: Path, data: bytes) -> int:
 
 
 def _refuse(what: str) -> RunFailedError:
-    return RunFailedError(f"the run's results contain something dangerous and were not fetched: {what}")
+    return RunFailedError(f"the run's results look dangerous and were not fetched: {what}")
 
 
 def _check_member(member: tarfile.TarInfo) -> None:

@@ -39,7 +39,7 @@ class SlurmOptions(ContainerOptions):
         None, description="The login node: ssh://[USER@]HOST[:PORT]; null: this machine."
     )
     folder: AbsoluteFolder | None = Field(
-        None, description="Where runs are while they work, seen by all nodes; null, without a host: $SPARSEBP_HOME."
+        None, description="Folder for running runs, visible to all nodes; null, only without host: $SPARSEBP_HOME."
     )
     setup: list[str] = Field(
         default_factory=list, description="Shell lines before every command there: module load ..., export ..."
@@ -55,11 +55,11 @@ class SlurmOptions(ContainerOptions):
     memory: Size | None = Field(
         None, description="Memory of a run, on each node, such as 16g; null: the partition's default."
     )
-    requeue: bool = Field(True, description="Whether a run that is preempted or out of time goes on later by itself.")
+    requeue: bool = Field(True, description="Requeue a run after preemption or its time limit.")
     warning_seconds: Annotated[int, Field(ge=10, le=3600)] = Field(
-        120, description="How long before its end a job is warned, so that it writes a checkpoint."
+        120, description="Seconds before its time limit at which a job is warned, to write a checkpoint."
     )
-    container: Literal["none", "apptainer", "pyxis"] = Field("none", description="What runs the image; none: no image.")
+    container: Literal["none", "apptainer", "pyxis"] = Field("none", description="Program that runs the image, if any.")
     mounts: list[MountText] = Field(default_factory=list, description="With a container: SOURCE:TARGET[:ro|rw].")
     arguments: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\s]*)?$")]] = Field(
         default_factory=list, description="Further options of sbatch, such as --constraint=a100."
@@ -70,11 +70,11 @@ class SlurmOptions(ContainerOptions):
     @model_validator(mode="after")
     def _consistent(self) -> SlurmOptions:
         if self.host and not self.folder:
-            raise ValueError("a host needs a folder: where runs are there, seen by all nodes")
+            raise ValueError("host needs folder: a folder there for running runs, which all nodes see")
         if self.requeue and self.timeout_min and self.timeout_min * 60 <= self.warning_seconds:
             raise ValueError(
-                f"warning_seconds: a job of {self.timeout_min} min (timeout_min) would be warned when it starts, "
-                f"must be below {self.timeout_min * 60}, got {self.warning_seconds}"
+                f"warning_seconds: must be below {self.timeout_min * 60}, the time limit (timeout_min: "
+                f"{self.timeout_min}) in seconds; got {self.warning_seconds}"
             )
         if self.nodes > 1:
             check_gpus(self, self.gpus)

@@ -74,7 +74,7 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
     path = PurePosixPath(real)
     named = written if real == written else f"{written} ({real})"
     if any(path.is_relative_to(folder) for folder in CLOSED):
-        raise ValueError(f"{named} is not mounted: it belongs to the system")
+        raise ValueError(f"{named} is not mounted: it is a system folder")
     if any(PurePosixPath(kept).is_relative_to(path) for kept in [*NEVER, *map(str, _homes(path))]):
         raise ValueError(f"{named} is not mounted: it holds a home or a part of the system; name a folder inside")
     if any(_is_private(path, home) for home in _homes(path)):
@@ -88,8 +88,8 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
     allowed = (*PLACES, *filter(None, os.environ.get(VARIABLE, "").split(":")))
     if not any(path.is_relative_to(place) for place in allowed):
         raise ValueError(
-            f"{named} is not mounted: it is in none of {', '.join(allowed)}; "
-            f"{VARIABLE}={path} in the environment of the client allows it"
+            f"{named} is not mounted: only folders in these may be: {', '.join(allowed)}; "
+            f"set {VARIABLE}={path} on this machine to allow it"
         )
 
 

@@ -32,8 +32,8 @@ MountText = Annotated[
 ]
 UserText = Annotated[str, Field(pattern=r"^[1-9][0-9]*:[1-9][0-9]*$"), AfterValidator(_check_user)]
 Device = Annotated[str, Field(pattern=r"^[\w.:/-]+$")]
-USER = "Numbers of user and group inside: your own, or one number from 1000 on that nobody has; never root."
-GPUS = "Graphics processors: all, a number of them, or a list of their numbers or UUIDs; null: none."
+USER = "USER:GROUP ids in the container: your own, or an unused id from 1000 on for both; never root."
+GPUS = "GPUs of the container: all, how many, or a list of their indices or UUIDs; null: none."
 
 
 class ContainerOptions(TargetOptions):
@@ -54,12 +54,13 @@ class DockerOptions(ContainerOptions):
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] | None = Field(
         None, description="A context of docker, or a connection of podman, in place of a host."
     )
-    command: Literal["docker", "podman"] = Field("docker", description="The command line that is used.")
-    pull: Literal["missing", "always", "never"] = Field("missing", description="When the image is pulled there.")
+    command: Literal["docker", "podman"] = Field("docker", description="Command line tool of the container engine.")
+    pull: Literal["missing", "always", "never"] = Field("missing", description="When the engine pulls the image.")
     gpus: Literal["all"] | PositiveInt | list[Device] | None = Field(None, description=GPUS)
     gpu_request: Literal["auto", "gpus", "cdi"] = Field(
         "auto",
-        description="--gpus, or devices of the Container Device Interface; auto: docker the one, podman the other.",
+        description="How GPUs are requested. gpus: by --gpus; cdi: by the Container Device Interface; auto: gpus for "
+        "docker, cdi for podman.",
     )
     mounts: list[MountText] = Field(
         default_factory=list, description="Folders of the host: SOURCE:TARGET, read-only; SOURCE:TARGET:rw to write."
@@ -193,9 +194,7 @@ def check_paths(plan: Plan, reached: list[str]) -> None:
     for key, path in list_paths(plan).items():
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in reached):
             parent = PurePosixPath(path).parent
-            raise UsageError(
-                f"{key}: {path} is not seen inside the container; add '{parent}:{parent}' to target.mounts"
-            )
+            raise UsageError(f"{key}: the container cannot see {path}; add '{parent}:{parent}' to target.mounts")
 
 
 def mounted_folders(options: DockerOptions) -> list[str]:

@@ -35,7 +35,7 @@ def write_end_record(
     """
     # Test the worker's lock without taking it: while we held it, readers would see the run as "running".
     if run.is_locked("worker"):
-        raise RunBusyError(f"the worker of run {run.run_id} is alive and will write its own end")
+        raise RunBusyError(f"the worker of run {run.run_id} is still alive and will record its end itself")
     with JournalWriter(run.path) as journal:
         # The writer counts a new attempt. This end belongs to the worker's attempt, even if the worker never recorded
         # its start.
@@ -91,7 +91,7 @@ def _describe_interruption(exit_code: int | None) -> str:
     if exit_code in STOPPED:
         return f"the worker was stopped by {name} before it could write a checkpoint"
     if not name:
-        return f"the worker was lost: its target ended it with status {exit_code}, as when a machine fails"
+        return f"the worker was lost: its target ended it with exit code {exit_code}, as after a machine failure"
     hint = ": by a user, or by the system because memory ran out" if name == "SIGKILL" else ""
     return f"the worker was killed by {name}{hint}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 TOOLKIT = "install nvidia-container-toolkit on that machine (`nvidia-ctk runtime configure`), then restart docker"
-ARCHITECTURE = "the image is for another architecture than that machine: build or pull it for that one"
+ARCHITECTURE = "the image is for another CPU architecture: build or pull it for that machine's"
 
 # docker and podman, with containerd, runc and the NVIDIA toolkit behind them
 DOCKER: tuple[tuple[str, str], ...] = (
@@ -25,7 +25,7 @@ DOCKER: tuple[tuple[str, str], ...] = (
         r"pull access denied|requested access to the resource is denied|unauthorized:",
         "`docker login` there, or correct target.image",
     ),
-    (r"toomanyrequests", "the registry counts pulls without a login: `docker login` there"),
+    (r"toomanyrequests", "the registry limits pulls without a login: run `docker login` there"),
     (r"manifest unknown|manifest for .* not found", "the registry has no such tag: see target.image"),
     (
         r"(dial tcp|lookup) .*(no such host|timeout|refused)",
@@ -34,7 +34,7 @@ DOCKER: tuple[tuple[str, str], ...] = (
     (r"no such image|image not known", "pull or build it there; see target.pull"),
     (
         r"malformed HTTP (status|response|version)",
-        "a login shell there prints something that docker takes for its answer: `ssh HOST true` shows it",
+        "the login shell there prints text that docker cannot read: run `ssh HOST true` to see it",
     ),
     (r"exec:? .*(not found|no such file)", "the image has no such program: see target.python"),
     (

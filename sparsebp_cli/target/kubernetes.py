@@ -108,7 +108,7 @@ class KubernetesEngine(TargetEngine):
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         handle = _make_handle(kind, container_name(run.run_id), answer.text)
         if not self.is_handle(handle):
-            raise UnreachableError(f"{self._place} did not return the uid of the job, got {shorten(answer.text)!r}")
+            raise UnreachableError(f"{self._place} did not return the uid of the new job, got {shorten(answer.text)!r}")
         return [handle]
 
     def is_handle(self, text: str) -> bool:

@@ -103,7 +103,7 @@ class LocalTarget(Target):
         for run in runs:
             wait_for_last_upload(run)
             if run.is_locked("worker") or run.is_locked("target"):
-                raise RunBusyError(f"run {run.run_id} is {run.state()}: it is being worked on by another process")
+                raise RunBusyError(f"run {run.run_id} is {run.state()}: another process is working on it")
         options = ["--worker", self.worker_module, "--max-parallel", str(max_parallel)]
         start_process("sparsebp_cli.target.watcher", options, runs)
         return [self.reattach(run) for run in runs]

@@ -42,12 +42,12 @@ class KubernetesOptions(ContainerOptions):
     pull: Literal["missing", "always", "never"] = Field("missing", description="When a node pulls the image.")
     claim: DnsName | None = Field(
         None,
-        description="PersistentVolumeClaim for runs, so that a pod can go on where another one was lost; null: none. "
+        description="PersistentVolumeClaim for runs, so that a new pod can continue after a lost one; null: none. "
         "Several nodes need one that all of their pods can mount (ReadWriteMany).",
     )
     gpus: PositiveInt | None = Field(None, description="GPUs of each pod, one pod a node; null: none.")
     gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[\w.-]+$")] = Field(
-        "nvidia.com/gpu", description="What a GPU is called in the cluster."
+        "nvidia.com/gpu", description="The cluster's resource name of a GPU."
     )
     cpus: Quantity | None = Field(
         None, description="CPUs of each pod, requested and limited; null: the namespace's default."
@@ -62,15 +62,15 @@ class KubernetesOptions(ContainerOptions):
     )
     nodes_as: Literal["auto", "jobset", "job"] = Field(
         "auto",
-        description="What a run on several nodes is: a JobSet, an Indexed Job with a Service of its own, or auto: the "
-        "one where the cluster has JobSets, else the other.",
+        description="Object for a run on several nodes. jobset: a JobSet; job: an Indexed Job with its Service; auto: "
+        "jobset if the cluster has JobSets, else job.",
     )
     backoff_limit: CountFromZero = Field(
         2,
-        description="Pods that may take the place of a lost one, with a growing pause; of a JobSet, how often all of "
-        "its pods may start again.",
+        description="How many lost pods are replaced, after growing pauses; for a JobSet, how often all of its pods "
+        "may start again.",
     )
-    hold_min: PositiveInt = Field(60, description="Minutes that a pod stays after its end, to be fetched.")
+    hold_min: PositiveInt = Field(60, description="Minutes that a pod stays after its end, to fetch its results.")
     mounts: list[MountText] = Field(default_factory=list, description="Folders of the node: SOURCE:TARGET[:ro|rw].")
     host_network: bool = Field(False, description="Whether pods use the node's network.")
     user: UserText = Field(NOBODY, description=USER)
@@ -81,7 +81,7 @@ class KubernetesOptions(ContainerOptions):
         if self.nodes > 1:
             check_gpus(self, self.gpus)
             if self.claim is None:
-                raise ValueError(f"nodes: {self.nodes} needs a claim that all of their pods can mount (ReadWriteMany)")
+                raise ValueError(f"nodes: {self.nodes} needs a claim that all pods can mount (ReadWriteMany)")
             if self.host_network:
                 raise ValueError(f"nodes: {self.nodes} needs host_network: false, since pods find each other by name")
         return self

@@ -44,9 +44,9 @@ def compare_environment(answer: str, *, num_gpus: int) -> Iterator[CheckResult]:
     yield CheckResult("ok", "python", str(python))
     yield _compare_packages(packages)
     if num_gpus and not gpus:
-        yield CheckResult("fail", "GPUs", "none seen by the worker", f"see the driver there, or {TOOLKIT}")
+        yield CheckResult("fail", "GPUs", "the worker found none", f"see the driver there, or {TOOLKIT}")
     elif num_gpus > len(gpus):
-        yield CheckResult("fail", "GPUs", f"{len(gpus)} seen by the worker, {num_gpus} asked for", "see target.gpus")
+        yield CheckResult("fail", "GPUs", f"{len(gpus)} found by the worker, {num_gpus} requested", "see target.gpus")
     else:
         yield CheckResult("ok", "GPUs", ", ".join(gpus) or "none requested")
     few = free < LITTLE_SPACE

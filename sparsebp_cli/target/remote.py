@@ -81,7 +81,7 @@ class RemoteTarget(Target):
             self.check_plan(Plan.load(run.plan_file))
             wait_for_last_upload(run)
             if run.is_locked("target"):
-                raise RunBusyError(f"run {run.run_id} is {run.state()}: another process takes care of it")
+                raise RunBusyError(f"run {run.run_id} is {run.state()}: another process is working on it")
         start_process(DISPATCHER, ["--max-parallel", str(max_parallel)], runs)
         return [RemoteJob(run, self.engine) for run in runs]
 

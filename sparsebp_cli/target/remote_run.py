@@ -152,7 +152,7 @@ class RemoteRun:
             if not status.gone:
                 self._engine.fetch(self.run, handle)
         except RunFailedError as error:  # dangerous content: leave it there for the user to inspect
-            text = refused = f"{error}; it is still there, as {handle}"
+            text = refused = f"{error}; the results are still on the target, as {handle}"
         if "kill" in self._obeyed and not self.run.cancel_file.exists():
             text = "killed by the user; the steps since the last checkpoint are repeated on resume"
         try:

@@ -65,7 +65,7 @@ class Shell:
         """Yield a warning if something was printed before the last answer."""
         if self.greeting:
             said = shorten(self.greeting.splitlines()[-1])
-            yield CheckResult("warn", "shell", f"the login shell prints {said!r}, which is left out of every answer")
+            yield CheckResult("warn", "shell", f"the login shell prints {said!r} before each answer; it is ignored")
 
     def write(self, lines: str, feed: Callable[[IO[bytes]], None]) -> CommandResult:
         """Run lines whose standard input ``feed`` writes; see :meth:`Tool.write`. Also raise ``SetupError``."""

@@ -55,7 +55,7 @@ REASONS = {
     "TIMEOUT": "its time limit was reached: see target.timeout_min",
 }
 IDLE = (
-    f"Slurm warned it {MOST_RESTARTS + 1} times in a row before it wrote a new checkpoint, so it was not requeued: "
+    f"Slurm warned the job {MOST_RESTARTS + 1} times in a row before it wrote a new checkpoint, so it is not requeued: "
     "its time limit (target.timeout_min, or the partition's) must leave more time than target.warning_seconds"
 )
 # Exit codes of the shell lines: another remote runner has the run; sbatch may still be at work; its answer has no
@@ -323,8 +323,8 @@ class SlurmEngine(TargetEngine):
         )
         if answer.code == ASKING:
             raise UnreachableError(
-                f"{self._place}: an earlier sbatch for run {run.run_id} has not answered; its job is looked for, and "
-                f"the run is submitted again after {ASKING_MINUTES} minutes without one"
+                f"{self._place}: an earlier sbatch for run {run.run_id} has not answered; if no job of it appears "
+                f"within {ASKING_MINUTES} minutes, the run is submitted again"
             )
         if answer.code == BUSY:
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another remote runner")

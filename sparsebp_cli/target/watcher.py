@@ -49,7 +49,7 @@ class LocalRun:
         self.run, self._target = run, target
         self._lock: FileLock = run.lock("target")
         if run.is_locked("worker"):  # a worker may outlive its local runner
-            raise RunBusyError(f"run {run.run_id} is already being worked on by another process")
+            raise RunBusyError(f"another process is already working on run {run.run_id}")
         attempts = max((record["attempt"] for record, _ in read(run.path)), default=0)
         self._launch = Launch(after_attempt=attempts, watcher_pid=os.getpid())
         self._launch.save(run)

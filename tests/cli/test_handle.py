@@ -150,7 +150,7 @@ def test_a_live_run_is_not_resumed(cli: Cli, start: Start, write_recipe: Write) 
     run = wait_for_step()
     done = cli("resume", "@last")
     assert done.returncode == 101
-    assert done.stderr == f"error: run {run.run_id} is running: it is being worked on by another process\n"
+    assert done.stderr == f"error: run {run.run_id} is running: another process is working on it\n"
 
 
 def test_a_finished_run_is_not_resumed_and_that_is_no_error(cli: Cli, write_recipe: Write) -> None:

@@ -96,7 +96,7 @@ def test_a_link_that_appears_after_the_check_is_refused_when_the_container_is_ma
     assert any(f"source={tmp_path}/data,target=/x" in word for word in confinement_options(options))
     (tmp_path / "data").rmdir()
     (tmp_path / "data").symlink_to("/etc")
-    with pytest.raises(UsageError, match=r"data \(/etc\) is not mounted: it belongs to the system"):
+    with pytest.raises(UsageError, match=r"data \(/etc\) is not mounted: it is a system folder"):
         confinement_options(options)
 
 

@@ -35,16 +35,16 @@ def test_an_exported_pod_reads_only_what_is_mounted(mounts: list[str]) -> None:
     if mounts:
         assert "rows.jsonl" in export_kubernetes([plan])
         return
-    with pytest.raises(UsageError, match=r"dataset.name: .* is not seen inside the container; add '/srv/data:/srv"):
+    with pytest.raises(UsageError, match=r"dataset.name: the container cannot see .*; add '/srv/data:/srv"):
         export_kubernetes([plan])
 
 
 def test_a_job_in_a_container_reads_only_what_is_mounted() -> None:
     options = {"container": "apptainer", "image": "/images/x.sif"}
     plan = make_plan("/srv/data/rows.jsonl", kind="slurm", **options)
-    with pytest.raises(UsageError, match="is not seen inside the container"):
+    with pytest.raises(UsageError, match="the container cannot see"):
         SlurmEngine(SlurmOptions.model_validate(options)).check_plan(plan)
-    with pytest.raises(UsageError, match="is not seen inside the container"):
+    with pytest.raises(UsageError, match="the container cannot see"):
         export_sbatch([plan], 1)
     options["mounts"] = ["/srv:/srv"]  # type: ignore[assignment]
     SlurmEngine(SlurmOptions.model_validate(options)).check_plan(plan)

@@ -34,7 +34,7 @@ def test_every_exit_code_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run.state().over
     assert found[255] == (
         "interrupted",
-        "the worker was lost: its target ended it with status 255, as when a machine fails",
+        "the worker was lost: its target ended it with exit code 255, as after a machine failure",
     )
     assert found[137] == found[-9]
     assert found[137][0] == "interrupted"

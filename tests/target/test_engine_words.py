@@ -32,9 +32,9 @@ WORDS = {
     'unresolvable CDI devices nvidia.com/gpu=0': "nvidia-ctk cdi",
     "nvidia-container-cli: device error: 7: unknown device: unknown.": "target.gpus",
     "nvidia-container-cli: initialization error: nvml error: driver not loaded: unknown.": "NVIDIA driver",
-    "exec /usr/local/bin/python: exec format error": "another architecture",
+    "exec /usr/local/bin/python: exec format error": "another CPU architecture",
     "The requested image's platform (linux/arm64) does not match the detected host platform (linux/amd64)": "another",
-    "no matching manifest for linux/arm64/v8 in the manifest list entries": "another architecture",
+    "no matching manifest for linux/arm64/v8 in the manifest list entries": "another CPU architecture",
     "Got permission denied while trying to connect to the Docker daemon socket at "
     "unix:///var/run/docker.sock": "group docker",
     "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the "

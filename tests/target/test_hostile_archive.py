@@ -126,7 +126,7 @@ def test_a_hostile_archive_is_refused_in_one_line_and_changes_nothing(
     name: str, run: RunFolder, tmp_path: Path
 ) -> None:
     before = tree(tmp_path)
-    with pytest.raises(RunFailedError, match="contain something dangerous and were not fetched: ") as caught:
+    with pytest.raises(RunFailedError, match="look dangerous and were not fetched: ") as caught:
         take(REFUSED[name], run)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400

@@ -149,7 +149,7 @@ def test_a_file_that_a_container_does_not_see_is_refused_before_anything_is_writ
     for more in ((), ("--dry-run",)):
         done = sparsebp(*words, *more)
         assert done.returncode == 2
-        assert f"dataset.name: {tmp_path}/text.txt is not seen inside the container" in done.stderr
+        assert f"dataset.name: the container cannot see {tmp_path}/text.txt" in done.stderr
     assert not list_runs()
     seen = sparsebp(*words, "--set", f"target.mounts=['{tmp_path}:{tmp_path}']", "--dry-run")
     assert seen.returncode == 0, seen.stderr
