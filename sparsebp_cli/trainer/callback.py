@@ -109,7 +109,7 @@ class PolicyCallback(TrainerCallback):
             UnsupportedError: The trainer or its model uses an unsupported feature.
         """
         if self._trainer is not None:
-            raise UsageError("this PolicyCallback has joined a trainer already: make another one")
+            raise UsageError("this PolicyCallback has already joined a trainer: make a new one for each trainer")
         for _, policies in self._attach_options.phases:
             refuse_unsupported(trainer, policies)
         # Raise errors now rather than in train(), which makes the optimizer.

@@ -40,7 +40,7 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
     """Read a state, with its tensors on a device. Raise CheckpointError if the file is missing or damaged."""
     if not file.exists():
         raise CheckpointError(
-            f"{file.parent} cannot be resumed from: it has no {file.name}, the state of the policies; it was written "
+            f"cannot resume from {file.parent}: it has no {file.name}, the state of the policies; it was written "
             "without policies, with save_only_model, or by another number of processes; to train on from its weights, "
             "load them into the model and train() anew"
         )

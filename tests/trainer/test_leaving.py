@@ -152,5 +152,5 @@ def test_a_callback_that_has_not_joined_says_what_to_do(tmp_path: Path) -> None:
     trainer.train()
     assert callback.engine is not None
     assert callback.engine.report().num_backwards == 2
-    with pytest.raises(UsageError, match="has joined a trainer already"):
+    with pytest.raises(UsageError, match="has already joined a trainer"):
         callback.join(Trainer(**arguments))
