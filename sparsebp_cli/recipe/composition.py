@@ -56,7 +56,7 @@ def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -
     yield from find_unmeasured(recipe)
     for limit in ("max_cost", "max_flops"):
         if getattr(recipe.training, limit) is not None and recipe.measure.probe_every is None:
-            yield FieldError(("training", limit), "needs measure.probe_every: probes count the work of a step")
+            yield FieldError(("training", limit), "needs measure.probe_every: only probes count the FLOPs of a step")
 
 
 def refuse_unsupported(recipe: Recipe) -> None:

@@ -239,7 +239,7 @@ def read_document(text: str, source: str, within: Sequence[str] | None = None) -
     except RecipeError:
         raise
     except (yaml.YAMLError, ValueError, OverflowError):  # PyYAML does not check \U escapes and numbers after %YAML
-        text = "not YAML: a character or a number that does not exist"
+        text = "not YAML: an escaped character (\\U...) or a number is out of range"
         raise reader.place(loader.get_mark()).error(text, reader.within) from None
     finally:
         loader.dispose()

@@ -47,7 +47,9 @@ def declare_generated(recipe: Recipe) -> dict[str, Metric]:
             for prefix in (EVAL, TEST):
                 full = f"{prefix}{figure}"
                 if full in METRICS or full in found:
-                    raise UsageError(f"metric {name!r} gives {figure}, but another metric of this run has this name")
+                    raise UsageError(
+                        f"metric {name!r} would log {figure}, but another metric of this run logs it: leave one out"
+                    )
                 found[full] = Metric(full, declared.unit, declared.better)
     return found
 
@@ -69,7 +71,8 @@ def find_unmeasured(recipe: Recipe) -> Iterator[FieldError]:
         yield FieldError(("measure", "generate"), f"needs dataset.format: completion or chat, got {got}")
         return
     if generate is not None and options.get("sharding", "none") != "none":
-        yield FieldError(("measure", "generate"), "needs target.sharding: none: no rank has the whole model; got fsdp2")
+        text = "needs target.sharding: none, got fsdp2, which leaves no process with the whole model"
+        yield FieldError(("measure", "generate"), text)
         return
     try:
         measured = list_measured(recipe)
@@ -80,8 +83,8 @@ def find_unmeasured(recipe: Recipe) -> Iterator[FieldError]:
     for place, name in named.items():
         if name is not None and name not in measured:
             allowed = ", ".join(measured)
-            text = f"{name} is not measured on validation here; allowed: {allowed}{did_you_mean(name, measured)}"
+            text = f"{name} is not a validation metric of this run; allowed: {allowed}{did_you_mean(name, measured)}"
             yield FieldError(place, text)
     if recipe.training.early_stopping_patience is not None and recipe.checkpoint.keep_best is None:
-        text = f"needs checkpoint.keep_best, the metric that it watches: {', '.join(measured)}"
+        text = f"needs checkpoint.keep_best, the metric to watch; allowed: {', '.join(measured)}"
         yield FieldError(("training", "early_stopping_patience"), text)

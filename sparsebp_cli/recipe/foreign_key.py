@@ -141,5 +141,5 @@ def answer(key: str) -> str | None:
         return None
     instead = ANSWERS[key]
     if instead is None:
-        return "recipes have no key that does it"
+        return "recipes have no equivalent key"
     return f"in a recipe, {instead}" + ("" if instead.startswith(("nothing", "`")) else " does it")

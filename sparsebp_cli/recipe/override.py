@@ -39,7 +39,7 @@ def set_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
         tree = drop_replaced(tree, parts)
     elif parts[0] == "policy" and isinstance(tree.content, dict) and "schedule" in tree.content:
         better = ".".join(["schedule", "0", *parts])
-        raise value.place.error(f"the recipe has a schedule, whose phases have the policies; did you mean {better}?")
+        raise value.place.error(f"the recipe has a schedule, and each phase has its own policy; did you mean {better}?")
     return _set(tree, parts, 0, value)
 
 

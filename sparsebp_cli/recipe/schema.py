@@ -55,18 +55,20 @@ class LoraSection(Section):
     )
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout before the adapters.")
     target_modules: list[str] | Literal["all-linear"] = Field("all-linear", description="Linears that get adapters.")
-    exclude_modules: list[str] | None = Field(None, description="Of these, names that get none; null: none.")
+    exclude_modules: list[str] | None = Field(
+        None, description="Linears of target_modules that get no adapter; null: none."
+    )
     use_rslora: bool = Field(False, description="Rank-stabilised scale.")
     use_dora: bool = Field(False, description="DoRA: the magnitude of each output is trained apart.")
     init_lora_weights: bool | Literal["gaussian", "olora", "orthogonal", "pissa"] = Field(
-        True, description="First values, as in peft; olora and pissa change the base, which is saved merged."
+        True, description="Initial values, as in peft. olora and pissa change the base, so the model is saved merged."
     )
     bias: Literal["none", "all", "lora_only"] = Field("none", description="Biases that are trained.")
     modules_to_save: list[str] | None = Field(
         None, description="Modules that are trained whole, such as lm_head; null: none but a new classification head."
     )
     trainable_token_indices: list[CountFromZero] | None = Field(
-        None, description="Rows of the embedding that are trained; null: none."
+        None, description="Ids of tokens whose rows of the embedding are trained; null: none."
     )
     layers_to_transform: list[CountFromZero] | None = Field(
         None, description="Numbers of the layers that get adapters, from 0; null: all."
@@ -123,9 +125,9 @@ class QuantizationSection(Section):
     type: Literal["nf4", "fp4", "int8"] = Field(
         description="nf4 and fp4: 4 bits, by bitsandbytes; int8: 8 bits, by torchao. The head keeps its precision."
     )
-    bnb_4bit_use_double_quant: bool = Field(False, description="Of nf4 and fp4: quantise the scales as well.")
+    bnb_4bit_use_double_quant: bool = Field(False, description="Only nf4 and fp4: quantise the scales as well.")
     bnb_4bit_compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Of nf4 and fp4: type of the products; null: model.dtype."
+        None, description="Only nf4 and fp4: dtype of the matrix products; null: model.dtype."
     )
 
     @property
@@ -137,7 +139,7 @@ class QuantizationSection(Section):
     def _options_fit_the_type(self) -> Self:
         for key in ("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype"):
             if self.type == "int8" and getattr(self, key):
-                raise ValueError(f"{key} is of nf4 and fp4, got type: {self.type}")
+                raise ValueError(f"{key} applies only to type: nf4 or fp4, got type: {self.type}")
         return self
 
 
@@ -175,10 +177,10 @@ class ModelSection(Section):
         "merged and no longer quantised. null: as the model's files say.",
     )
     lora: LoraSection | None = Field(None, description="Train only low-rank adapters.")
-    peft: PeftSection | None = Field(None, description="Train only what another method of peft adds.")
+    peft: PeftSection | None = Field(None, description="Train only weights that a peft method other than LoRA adds.")
     adapter: str | None = Field(
         None,
-        description="Go on with an adapter of peft on its base, which is name: a folder, or a run's model folder.",
+        description="Train a peft adapter further: a folder, or a run's model folder. name is its base model.",
     )
 
     @field_validator("attention")
@@ -200,14 +202,14 @@ class ModelSection(Section):
         if len(given) > 1:
             raise ValueError(f"give one of lora, peft and adapter, got {' and '.join(given)}")
         if self.quantization is not None and self.name is None:
-            raise ValueError("quantization needs name: a config means random weights")
+            raise ValueError("quantization needs name, a trained model; a config gives random weights")
         if self.quantization is not None and self.lora is not None and self.lora.init_lora_weights in CHANGES_BASE:
             raise ValueError(
-                f"lora.init_lora_weights: {self.lora.init_lora_weights} changes the base, which quantization keeps; "
-                "use true, gaussian or orthogonal"
+                f"lora.init_lora_weights: {self.lora.init_lora_weights} changes the base weights, but quantised "
+                "weights cannot change; use true, gaussian or orthogonal"
             )
         if self.adapter is not None and self.name is None:
-            raise ValueError("adapter needs its base as name: a config means random weights")
+            raise ValueError("adapter needs name, the base model that it was trained on; a config gives random weights")
         if self.name is None and self.config is None:
             raise ValueError("give name, or a config for random weights")
         if self.name is not None and self.config is not None:
@@ -242,8 +244,8 @@ class DatasetSection(Section):
     )
     held_out: Literal["drawn", "tail"] | None = Field(
         None,
-        description="What eval_fraction takes. drawn: rows by a hash of their text or prompt, equal ones together; "
-        "tail: the end of the split. null: drawn, of packed text the tail.",
+        description="How eval_fraction selects rows. drawn: by a hash of their text or prompt, equal rows together; "
+        "tail: the end of the split. null: drawn, but tail for packed text.",
     )
     group_column: str | None = Field(
         None, description="Column of the document of a row: rows of one document are held out together. null: none."
@@ -251,8 +253,8 @@ class DatasetSection(Section):
     test_split: str | None = Field(None, description="Split that is read once, after the last step, for test/loss.")
     test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
-        description="Instead of test_split: share of the validation data that is kept for test/loss, by whole rows; "
-        "the training data do not depend on it. null: none.",
+        description="Instead of test_split: share of the validation data to keep for test/loss, in whole rows. It does "
+        "not change the training data. null: none.",
     )
     text_column: str = Field("text", description="Column of texts, for formats text and classification.")
     text_pair_column: str | None = Field(
@@ -293,13 +295,13 @@ class DatasetSection(Section):
     max_examples: PositiveInt | None = Field(None, description="Number of rows to use of each split, from its start.")
     max_train_examples: PositiveInt | None = Field(
         None,
-        description="Number of training examples to use, from the start (blocks of packed text); held-out data stay "
-        "the same. null: all.",
+        description="Number of training examples to use, from the start; of packed text, number of blocks. It does not "
+        "change the held-out data. null: all.",
     )
     policy_validation_examples: PositiveInt | None = Field(
         None,
-        description="Number of these to set aside, drawn by training.seed, for policies that compare with validation "
-        "examples; they are never trained on, and evaluations do not read them. null: none.",
+        description="Number of training examples to set aside, drawn by training.seed, for policies that compare with "
+        "validation examples. Neither training nor evaluations use them. null: none.",
     )
 
     @field_validator("columns")
@@ -347,7 +349,7 @@ class DatasetSection(Section):
         if self.chat_template is not None and self.format not in ("chat", "completion"):
             raise ValueError(f"chat_template needs format: chat, or completion of messages, got {self.format}")
         if self.weight_column is not None and self.format in ("classification", "regression"):
-            raise ValueError(f"weight_column weighs tokens: it needs another format than {self.format}")
+            raise ValueError(f"weight_column weights tokens, which format: {self.format} does not train; leave it out")
         if self.weight_column is not None and not self.completion_only_loss:
             raise ValueError("weight_column needs completion_only_loss: true; got false")
         if self.group_column is not None and self.held_out == "tail":
@@ -428,11 +430,11 @@ class TrainingSection(Section):
     )
     max_cost: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="The same for work: so many dense steps over the run's own batches, by the FLOPs of forward, "
-        "backward and update. null: no limit.",
+        description="Like max_seconds, but limits the FLOPs of forward, backward and update, in units of a dense step "
+        "over the run's own batches. null: no limit.",
     )
     max_flops: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="The same in FLOPs, whatever the batches are: the budget of a study. null: no limit."
+        None, description="Like max_cost, but in FLOPs, whatever the batches are: a study's budget. null: no limit."
     )
     learning_rate: Annotated[float, Field(gt=0.0)] = Field(3e-4, description="Peak learning rate.")
     per_device_train_batch_size: PositiveInt = Field(8, description="Examples in a forward pass.")
@@ -556,8 +558,8 @@ class MeasureSection(Section):
     )
     eval_batches: PositiveInt | None = Field(
         None,
-        description="The same in training batches. Prefer eval_examples, which does not depend on the batch size, so "
-        "that runs with different batch sizes can be compared. null: all.",
+        description="Like eval_examples, in training batches. Prefer eval_examples, which does not depend on the batch "
+        "size, so that runs with different batch sizes can be compared. null: all.",
     )
     test: bool = Field(
         True,
@@ -579,7 +581,7 @@ class MeasureSection(Section):
     )
     independent_examples: PositiveInt | None = Field(
         None,
-        description="Number of other training examples; fidelity then also compares with their dense gradient, for the "
+        description="Number of other training examples whose dense gradient fidelity also compares with, for the "
         "policy and for dense with a smaller batch of the same cost. It needs dense passes over them. null: none.",
     )
     metric: str | None = Field(
@@ -598,8 +600,8 @@ class MeasureSection(Section):
     def _independent_beside_fidelity(self) -> Self:
         if self.independent_examples is not None and self.fidelity_every is None:
             raise ValueError(
-                f"independent_examples: {self.independent_examples} needs fidelity_every, which says at which steps; "
-                "got null"
+                f"independent_examples: {self.independent_examples} needs fidelity_every, the steps between "
+                "comparisons; got null"
             )
         return self
 
@@ -652,12 +654,12 @@ class TargetOptions(Section):
     """Options that every kind of target has."""
 
     worker: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")] = Field(
-        "sparsebp_cli.worker", description="Module to run as the worker; another one must keep its promises."
+        "sparsebp_cli.worker", description="Module that trains; a replacement must behave like the built-in worker."
     )
     nodes: PositiveInt = Field(
         1,
-        description="Machines on which the processes are, as many on each. More than 1: for slurm and kubernetes, with "
-        "the run's folder on a file system that all of them share.",
+        description="Number of machines with equally many processes. More than 1: for slurm and kubernetes, with the "
+        "run's folder on a file system that all machines share.",
     )
     processes: PositiveInt = Field(
         1,
@@ -669,13 +671,13 @@ class TargetOptions(Section):
     )
     peer_timeout_min: Annotated[float, Field(gt=0)] = Field(
         10.0,
-        description="Minutes that a process waits for the others, as while one of them downloads or writes a "
-        "checkpoint; then the run ends.",
+        description="Minutes that a process waits for the others, for example while one downloads or writes a "
+        "checkpoint. Then the run ends.",
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Variables of the worker, which gets no others but those of a fixed list. No secrets: everybody "
-        "there can read them.",
+        description="Environment variables of the worker, which gets only these and a fixed list. No secrets: other "
+        "users of the machine can read them.",
     )
     # Whether the class's kind of target can start a run on several machines.
     spans_nodes: ClassVar[bool] = False
@@ -697,7 +699,7 @@ class TargetOptions(Section):
     @model_validator(mode="after")
     def _even_nodes(self) -> Self:
         if self.processes % self.nodes:
-            text = f"counts all nodes, so it must be a multiple of nodes: {self.nodes}, got {self.processes}"
+            text = f"is the total over all nodes: must be a multiple of nodes ({self.nodes}), got {self.processes}"
             raise _error_at(("processes",), self.processes, text)
         return self
 

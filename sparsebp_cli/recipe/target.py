@@ -132,7 +132,7 @@ def check_target(section: Mapping[str, object]) -> tuple[TargetSection | None, l
     except ValidationError as error:
         return None, describe_errors(error, found.options_class, given)
     if options.nodes > 1 and not found.options_class.spans_nodes:
-        text = f"{kind} runs on one machine, got {options.nodes}; {_list_spanning()} run on several"
+        text = f"target {kind} runs on one machine only, got {options.nodes}; for several use {_list_spanning()}"
         return None, [FieldError(("nodes",), text)]
     common = {key: value for key, value in section.items() if key in COMMON}
     return TargetSection.model_validate({**common, **options.model_dump(mode="json")}), []

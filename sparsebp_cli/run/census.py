@@ -59,7 +59,7 @@ def find_warnings(census: Census) -> Iterator[tuple[Literal["info", "warning"], 
         one, other = pair.split(", ")
         if number:
             rows = census["splits"][other]["rows"]
-            yield "warning", f"data: {number} of {rows} {other} rows are in {one} as well"
+            yield "warning", f"data: {number} of {rows} {other} rows are also in {one}"
 
 
 def summarise_census(census: Census) -> str:

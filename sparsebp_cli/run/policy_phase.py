@@ -56,9 +56,9 @@ def find_wrong_end(ends: Sequence[float | None]) -> tuple[int, str] | None:
     for number, until in enumerate(ends):
         is_last = number == len(ends) - 1
         if is_last and until is not None:
-            return number, f"the last phase lasts to the end of the training and has no until, got {until:g}"
+            return number, f"the last phase lasts to the end of the training: leave its until out, got {until:g}"
         if not is_last and until is None:
-            return number, "until is missing: every phase but the last ends at a share of the training, in (0, 1)"
+            return number, "until is missing: give the share of the training at which this phase ends, in (0, 1)"
         if until is not None and until <= before:
             return number, f"must be above {before:g}, the end of the phase before, got {until:g}"
         before = until or before
@@ -72,7 +72,7 @@ def find_empty(phases: Phases[Entry], key: str) -> Iterator[tuple[int, str]]:
         if phase.num_steps == 0:
             # If the last phase is empty, the phase before it ends too late.
             at = number if phase.until is not None else number - 1
-            yield at, f"{phases[at].until:g} leaves phase {number} no step: {key} is {phases[-1].end}"
+            yield at, f"{phases[at].until:g} leaves phase {number} without a step, because {key} is {phases[-1].end}"
 
 
 def read_phases(recipe: Mapping[str, Any]) -> list[PolicyPhase[dict[str, Any]]]:

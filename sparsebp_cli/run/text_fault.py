@@ -40,14 +40,14 @@ TOKEN_BORDER = "let prompts, or the template's generation prompt, end where a to
 NO_BLANK = "take the blank from its end, or from that of the template's generation prompt, and begin the answer with it"
 KINDS = {
     "prompt": FaultKind(
-        "prompts have other tokens when a model is asked than in training (first: {first}, which ends in {shown!r})",
+        "prompts get other tokens in generation than in training (first: {first}, which ends in {shown!r})",
         TOKEN_BORDER,
     ),
     "end": FaultKind(
         "trained turns do not end with an end token (first: {first}, which ends in {shown!r}), so a model does not "
         "learn to stop",
-        "let the template write a special token such as eos_token behind each message of the assistant, and inside "
-        "{{% generation %}} where it has such marks",
+        "let the template write a special token such as eos_token after each message of the assistant, inside "
+        "{{% generation %}} if it has such marks",
     ),
     "no_end": FaultKind(
         "completions do not end with an end token (first: {first})",
@@ -73,8 +73,8 @@ KINDS = {
         "give dataset.chat_template a template that writes it, or take it out of the data",
     ),
     "escaped": FaultKind(
-        "rows have text that the chat template writes escaped or as Python does, in {shown} (first: {first})",
-        "give content as text, and a template that writes texts as they are and objects with tojson",
+        "rows have text that the chat template escapes or writes in Python syntax, in {shown} (first: {first})",
+        "give content as text, and use a template that writes text unchanged and objects with tojson",
     ),
     "unread": FaultKind(
         "rows have parts that the chat template does not write, in {shown} (first: {first})",

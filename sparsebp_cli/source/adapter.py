@@ -34,7 +34,7 @@ def find_adapter(name: str, base: str | None = None) -> Path:
         raise DataError(f"{name}: no {CONFIG} in it, nor in its folder {INSIDE}")
     if base is not None and find_source(base, MODELS) == folder.parent:
         raise DataError(
-            f"{name}: is already merged into the model {base}; as name give the model on which it was trained"
+            f"{name}: its adapter is already merged into the model {base}; give its original base as model.name"
         )
     return folder
 

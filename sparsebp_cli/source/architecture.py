@@ -56,7 +56,7 @@ def find_architecture(config: Mapping[str, object], data_format: str) -> Archite
     found = _find_language_model(config, model_type)
     if found is None:
         raise DataError(
-            f"format {data_format} trains language models, and a {model_type} is none{_say_others(model_type)}"
+            f"format {data_format} needs a language model, but a {model_type} is not one{_say_others(model_type)}"
         )
     if data_format not in FORMATS[found]:
         allowed = [*FORMATS[found], *(FORMATS["classifier"] if model_type in tables["classifier"] else [])]

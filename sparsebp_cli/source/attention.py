@@ -24,7 +24,7 @@ ALWAYS = ("sdpa", "eager")
 NEEDS = {
     "flash_attention_2": AttentionNeeds("flash_attn", "flash-attn", needs_cuda=True),
     "flash_attention_3": AttentionNeeds("flash_attn_interface", "flash-attn-3", needs_cuda=True),
-    "flex_attention": AttentionNeeds(needs_cuda=True, why="PyTorch has no backward of it for CPUs"),
+    "flex_attention": AttentionNeeds(needs_cuda=True, why="PyTorch has no backward pass for it on CPUs"),
 }
 OF_THE_HUB = AttentionNeeds("kernels", "kernels", needs_cuda=True)
 
@@ -54,4 +54,4 @@ def _find(name: str) -> AttentionNeeds:
 
 
 def _always() -> str:
-    return f"{' and '.join(ALWAYS)} need nothing"
+    return f"{' and '.join(ALWAYS)} always work"

@@ -86,7 +86,7 @@ def missing_column(name: str, columns: Collection[str]) -> DataError:
     """Return the error for a missing column."""
     near = did_you_mean(name, columns)
     for keys in () if near else find_readings(columns):
-        near = near or f"; these are read with dataset.{write_keys(keys)}"
+        near = near or f"; to read these columns, give dataset.{write_keys(keys)}"
     return DataError(f"the dataset has no column {name!r}; it has {_list(columns)}{near}")
 
 
@@ -133,7 +133,7 @@ def _is_nan(value: object) -> bool:
 def _refuse_change(row: Row, column: str, kind: str, kinds: set[str]) -> None:
     if kinds and kind not in kinds:
         before = next(iter(kinds))
-        raise DataError(f"{row.place}: column {column!r} is {kind} here and {before} before")
+        raise DataError(f"{row.place}: column {column!r} is {kind} here, but {before} in earlier rows")
     kinds.add(kind)
 
 

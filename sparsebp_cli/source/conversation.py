@@ -156,12 +156,12 @@ def read_messages(
             message["tool_calls"] = [_parse_arguments(call) for call in calls]
         if role_key not in message:
             hint = (
-                f"; dataset.{write_keys({'columns': SHAREGPT})} reads these"
+                f"; to read such messages, give dataset.{write_keys({'columns': SHAREGPT})}"
                 if {"from", "value"} <= message.keys()
                 else ""
             )
             raise DataError(
-                f"{place}: has no {role_key!r}; it has {', '.join(map(shorten, message)) or 'nothing'}{hint}"
+                f"{place}: has no key {role_key!r}; it has {', '.join(map(shorten, message)) or 'nothing'}{hint}"
             )
         role = message.pop(role_key)
         role = names.get(str(role), role)
@@ -169,7 +169,7 @@ def read_messages(
             raise DataError(f"{place}: unknown role {shorten(repr(role))}{_advise_role(str(role))}")
         content = message.pop(content_key, None)
         if content is None and not message.keys() - {"weight"}:
-            raise DataError(f"{place}: has no {content_key!r}")
+            raise DataError(f"{place}: has no key {content_key!r}")
         if content is not None and not isinstance(content, str | list):
             raise DataError(f"{place}: {content_key} must be text or a list of parts, got {show_with_type(content)}")
         kinds = [part.get("type", "text") for part in content if isinstance(part, Mapping)] if content else []

@@ -64,7 +64,7 @@ def _check_settings(file: Path) -> None:
         for key in LEADING if isinstance(config, dict) else ():
             for path in _find_paths(config.get(key), set()):
                 if path.startswith(("/", "~")) or ".." in path.split("/") or "::" in path or "://" in path:
-                    raise DataError(f"{file}: {key} must stay in its folder, got {shorten(path)!r}")
+                    raise DataError(f"{file}: {key} must name files in the same folder, got {shorten(path)!r}")
 
 
 def _find_paths(value: object, seen: set[int]) -> Iterator[str]:

@@ -56,7 +56,7 @@ def inspect_sources(recipe: Recipe, folders: Sequence[Path], *, is_here: bool) -
     for check in (_inspect_model, _inspect_reference, _inspect_template, _inspect_data):
         for found in check(recipe, folders):
             if found.is_absent and not is_here:
-                yield SourceProblem("unknown", found.location, f"{found.text}; the machine of the run may have one")
+                yield SourceProblem("unknown", found.location, f"{found.text}; the machine that trains may have it")
             else:
                 yield found
 
@@ -189,7 +189,7 @@ def _inspect_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[SourcePro
         return
     if not isinstance(source, Path) and not callable(source):
         known = hub_folder(section.name, "datasets") is not None
-        text = f"{section.name} is in the hub's cache: its rows are checked when it runs"
+        text = f"{section.name} is in the hub's cache: its rows are checked when the run starts"
         yield SourceProblem("unknown", name, text) if known else _unknown(section.name, name, DATASETS, folders)
         return
     if callable(source) and not _is_own(section.name):

@@ -84,7 +84,7 @@ def refuse_mismatch(num_tokens: int, num_rows: int) -> None:
     """Raise DataError if a tokenizer has more tokens (with added ones) than the model's embedding has rows."""
     if num_tokens > num_rows:
         raise DataError(
-            f"the tokenizer has {num_tokens} tokens, more than the {num_rows} rows of the model's embedding"
+            f"the tokenizer has {num_tokens} tokens, but the model's embedding only {num_rows}: give matching ones"
         )
 
 

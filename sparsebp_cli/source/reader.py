@@ -54,8 +54,8 @@ class UnpackBudget:
         """Raise DataError if ``size`` bytes exceed the limit."""
         if size > self.largest:
             raise DataError(
-                f"{file}: unpacks to more than {self.largest >> 20} MiB, over {MOST_TIMES} times its size; if that is "
-                "meant, write it without compression, or use fewer rows with dataset.max_examples"
+                f"{file}: unpacks to more than {self.largest >> 20} MiB, over {MOST_TIMES} times its size; if the "
+                "file is right, store it uncompressed, or read fewer rows with dataset.max_examples"
             )
 
 
@@ -201,7 +201,7 @@ def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
         return found
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise DataError(f"{place}: not UTF-8 text: got half a character, {half!r}") from None
+        raise DataError(f"{place}: not UTF-8 text: got half of a surrogate pair, {half!r}") from None
     except json.JSONDecodeError as error:
         where = f"{place}, line {error.lineno}" if is_whole else place
         raise DataError(f"{where}: not JSON: {error.msg}") from None

@@ -55,7 +55,7 @@ def check_weights(folder: Path, config: Mapping[str, object]) -> None:
     refuse_absurd(config, str(folder / "config.json"))
     if shapes:
         longest = max((side for shape in shapes for side in shape), default=0)
-        beside, source = "for the weights beside it", str(folder / "config.json")
+        beside, source = "to fit the weights in its folder", str(folder / "config.json")
         _refuse_larger(
             source, config, SIZES, max(longest, ALWAYS_ALLOWED), f"{beside} (by the longest side of a tensor)"
         )

@@ -131,7 +131,7 @@ class BatchOrder:
         if self._chosen is not None:
             self._chosen.load_state_dict(state)
         elif state:
-            raise ValueError("a policy chose the examples of each epoch, but the plan has no such policy")
+            raise ValueError("it was written with a policy that chooses each epoch's examples, and the plan has none")
 
     def _positions(self, number: int) -> Sequence[int]:
         count = self.sorted_batches

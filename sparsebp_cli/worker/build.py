@@ -162,7 +162,7 @@ def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]
     what = f"dataset.weight_column: {column}" if column is not None else "the messages' weights"
     for policy in policies:
         if any(kind.weighs_examples for kind in list_kinds([policy])):
-            raise DataError(f"{what}: {type(policy).__name__} weights the losses of whole examples itself")
+            raise DataError(f"{what}: {type(policy).__name__} sets weights of whole examples: leave one of them out")
     if recipe.training.compile:
         raise DataError(f"{what}: the loss of a compiled model cannot be weighted; use training.compile: false")
     try:
@@ -347,7 +347,8 @@ def _load_data(
         reference = build_reference(policies, recipe, data, tokenizer, accelerator, tell)
     number = recipe.dataset.policy_validation_examples
     if number is not None and not any(map(validates, policies)):  # a control trains on the same examples
-        tell(f"dataset.policy_validation_examples: {number} training examples are set aside, and no policy reads them")
+        text = f"{number} training examples are set aside, but no policy of this run reads them"
+        tell(f"dataset.policy_validation_examples: {text}")
     return tokenizer, replace(reference, data=reference.data.with_set_aside(number, recipe.training.seed))
 
 

@@ -46,7 +46,7 @@ def encode_prompts(
     """Do the same for prompts and completions that are lists of messages. The completion is trained."""
     _refuse_spans(columns)
     if not section.completion_only_loss:
-        raise DataError("completion_only_loss: false of messages is format: chat with train_on: all")
+        raise DataError("completion_only_loss: false does not work for messages: use format: chat with train_on: all")
     return _encode(read_prompts(rows, section.prompt_column, section.completion_column), rows, section, tokenizer)
 
 

@@ -63,7 +63,7 @@ def render_chats(template: str, tokens: Mapping[str, object], requests: Sequence
     if done.returncode:
         if done.returncode in (-24, -9):  # SIGXCPU, then SIGKILL
             allowed = f"{CPU_SECONDS} seconds of CPU time and {MEMORY_BYTES >> 20} MiB"
-            raise DataError(f"the chat template does not end: one conversation may take {allowed}")
+            raise DataError(f"the chat template needs too much time or memory: one conversation may take {allowed}")
         last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise DataError(f"the process that renders the chat template failed: {last}")
     return [_read(json.loads(line)) for line in lines]

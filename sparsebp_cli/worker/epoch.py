@@ -119,11 +119,11 @@ class ChosenEpochs:
         loss_N, order_K, weight_K = (state[name].numpy().copy() for name in ("loss_N", "order_K", "weight_K"))
         epoch, start, in_step = (int(state[name]) for name in ("epoch", "start", "in_step"))
         if in_step != self._in_step:
-            raise ValueError(f"epochs of steps of {in_step} examples, those of the plan have {self._in_step}")
+            raise ValueError(f"its steps have {in_step} examples, and steps of the plan have {self._in_step}")
         if loss_N.shape != self._loss_N.shape:
-            raise ValueError(f"losses of {len(loss_N)} examples, the training split has {len(self._loss_N)}")
+            raise ValueError(f"it has losses of {len(loss_N)} examples, but the training split has {len(self._loss_N)}")
         if order_K.shape != weight_K.shape or not ((order_K >= 0) & (order_K < len(loss_N))).all():
-            raise ValueError("an epoch visits examples that the training split does not have")
+            raise ValueError("its epoch visits examples that the training split does not have")
         self._state = {name: state[f"{STATE}{name}"] for name in self._state}
         self._loss_N = loss_N
         self._epochs = [_ChosenEpoch(epoch, start, order_K, weight_K)]
@@ -142,7 +142,7 @@ class ChosenEpochs:
         # decision 45.
         order_K = self._shuffle.draw(number, None if visits is None else weight_N > 0.0)
         if not len(order_K):
-            raise UsageError(f"{type(self._policy).__name__} visits no example in epoch {number}")
+            raise UsageError(f"{type(self._policy).__name__} chose no example for epoch {number}; it must choose some")
         # Drop epochs that ended before the current step; a step may span several.
         self._epochs = [epoch for epoch in self._epochs if epoch.end > step.index * self._in_step]
         self._epochs.append(_ChosenEpoch(number, start, order_K, weight_N[order_K]))

@@ -37,7 +37,8 @@ def encode_gaps(
     first of a block, which no batch counts."""
     if columns or section.weight_column is not None:
         name = min(columns) if columns else section.weight_column
-        raise DataError(f"column {name!r} marks tokens to train, but a masked language model draws them at random")
+        text = f"column {name!r} marks tokens to train, but a masked language model draws them at random: leave it out"
+        raise DataError(text)
     found = encode_text(rows, section, tokenizer, columns, label_names)
     special = np.array(sorted(tokenizer.all_special_ids), dtype=np.int64)
     for number, example in enumerate(found.examples):

@@ -42,7 +42,7 @@ class Generator:
             find_text_metric(name).require(name)
         inner = find_generating(self.model)
         if not inner.can_generate():
-            raise DataError(f"measure.generate: a {type(inner).__name__} cannot generate")
+            raise DataError(f"measure.generate: a {type(inner).__name__} cannot generate text: leave this key out")
         most = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         longest = max(len(prompt.ids) for prompt in prompts)
         if inner.config.is_encoder_decoder or not isinstance(most, int):

@@ -48,7 +48,7 @@ def draw_rows(keys: Sequence[str], number: int, section: DatasetSection) -> list
     if len(groups if by_document else keys) < 2:
         what = f"values of {section.group_column!r}" if by_document else "rows"
         raise DataError(
-            f"dataset {section.name}: to hold out rows needs 2 or more {what}, got {len(groups)}; give an eval_split"
+            f"dataset {section.name}: validation data need 2 or more {what}, got {len(groups)}; give an eval_split"
         )
     if len(groups) < 3 and not by_document and min(map(len, groups.values())) > number:
         groups = {f"{key}\0{n}": [row] for key, rows in groups.items() for n, row in enumerate(rows)}

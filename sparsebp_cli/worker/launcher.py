@@ -103,7 +103,7 @@ def _write_end(run: RunFolder, attempt: int, asked: signal.Signals | None, reaso
             text = stop_message(asked, step)
             journal.write("end", status=State.INTERRUPTED, step=step, text=text, signal=int(asked))
             return 128 + asked
-        reason = reason or Reason(0, "the processes of the run ended without giving a reason", 1, 0.0, is_echo=False)
+        reason = reason or Reason(0, "all processes of the run ended without an error message", 1, 0.0, is_echo=False)
         print(f"error: {reason.text}", file=sys.stderr)
         cause = {"cause": "diverged"} if reason.code == DIVERGED else {}
         journal.write("end", status=State.FAILED, step=step, text=reason.text, **cause)
@@ -220,7 +220,7 @@ def _find_reason(folder: Path, failures: Mapping[int, ProcessFailure], count: in
 
 def _describe_exit(code: int) -> str:
     if code >= 0:
-        return f"ended with exit code {code} without giving a reason"
+        return f"ended with exit code {code} without an error message"
     known = -code in {int(number) for number in signal.Signals}  # real-time signals have no names
     return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 

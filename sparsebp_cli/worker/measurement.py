@@ -245,7 +245,7 @@ class Measurement:
         """Warn once a run if the policy skipped less than it claimed, and once an attempt if it decided nothing."""
         sites = proof.report.sites
         if sites and not self._judged_idle and len(proof.report.never_called) == len(sites):
-            text = f"no gradient reached any of the {len(sites)} sites: the policy decided nothing"
+            text = f"no gradient reached any of the policy's {len(sites)} sites, so the policy had no effect"
             self.journal.write("note", level="warning", text=text)
             self._judged_idle = True
         overclaim = None if self._judged else proof.find_overclaim()
@@ -258,7 +258,7 @@ class Measurement:
         fact = vars(overclaim) | {"step": step, "num_sites": len(overclaim.sites), "sites": overclaim.sites[:3]}
         self.journal.write("facts", values={"overclaim": fact | {"by_choice": by_choice}})
         text = _overclaim_message(overclaim, step, len(sites))
-        why = "; backward.execution is reference, which multiplies everything" if by_choice else ""
+        why = "; expected: backward.execution: reference computes every product" if by_choice else ""
         self.journal.write("note", level="info" if by_choice else "warning", text=text + why)
 
 
@@ -267,7 +267,7 @@ def _overclaim_message(overclaim: Overclaim, step: int, num_sites: int) -> str:
     if overclaim.sites:
         where = f", at {len(overclaim.sites)} of {num_sites} sites, most at {overclaim.sites[0]}"
     return (
-        f"the policy claims to leave {overclaim.claimed_share:.1%} of the backward FLOPs at its sites, but "
+        f"the policy claims to need {overclaim.claimed_share:.1%} of the backward FLOPs at its sites, but "
         f"{overclaim.executed_share:.1%} were executed (counted at step {step}{where})"
     )
 

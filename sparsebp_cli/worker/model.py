@@ -58,8 +58,8 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     # From a folder with tokenizer_config.json alone, transformers makes an empty tokenizer: texts would have no tokens.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise DataError(
-            f"tokenizer {source} has {len(tokenizer)} special tokens and no other: its folder needs tokenizer.json or "
-            "the files of its vocabulary"
+            f"tokenizer {source} has only {len(tokenizer)} special tokens: add tokenizer.json or the vocabulary files "
+            "to its folder"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
@@ -130,7 +130,7 @@ def _mend_generation(
     except ValueError as error:
         mended = GenerationConfig.from_pretrained(source, revision=revision or "main", num_return_sequences=1)
         if tell is not None:
-            tell(f"num_return_sequences of generation_config.json is taken as 1: {_first_line(error)}")
+            tell(f"generation_config.json is not valid, so num_return_sequences is set to 1: {_first_line(error)}")
         return {"generation_config": mended}
     return {}
 
@@ -282,11 +282,11 @@ def _refuse_incomplete(
     kind = type(model).__name__
     if lacking := [name for name in missing if name not in new]:
         raise DataError(
-            f"model {source}: {len(lacking)} tensors of {kind} are not in its safetensors: {_list(lacking)}"
+            f"model {source}: its safetensors files lack {len(lacking)} tensors of {kind}: {_list(lacking)}"
         )
     if other := sorted(str(entry[0]) for entry in found["mismatched_keys"]):
         raise DataError(
-            f"model {source}: the shapes of {len(other)} tensors are not those of its config: {_list(other)}"
+            f"model {source}: {len(other)} tensors have other shapes than its config asks for: {_list(other)}"
         )
     return new
 

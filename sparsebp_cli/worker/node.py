@@ -170,7 +170,7 @@ class NodeGroup:
     def _describe_lost(self, node: int) -> Reason:
         name = f"node {node} of {self._count}"
         if node in self._hosts:
-            silence = "the connection broke" if self._is_cut else f"no sign of it for {self._lost_seconds:g} seconds"
+            silence = "the connection broke" if self._is_cut else f"it sent nothing for {self._lost_seconds:g} seconds"
             text = f"{name} ({self._hosts[node]}) is lost: {silence}"
         else:
             text = f"{name} did not start within {self._minutes:g} minutes (target.peer_timeout_min)"
@@ -193,7 +193,7 @@ class NodeGroup:
 def unshared(place: NodePlace, folder: Path) -> DataError:
     """Return the error of a node that does not see the first node's files."""
     return DataError(
-        f"the run's folder {folder} on node {place.node} ({socket.gethostname()}) is not that of the first node: "
+        f"node {place.node} ({socket.gethostname()}) does not see the first node's files in the run's folder {folder}: "
         "target.nodes needs a file system that all nodes share"
     )
 

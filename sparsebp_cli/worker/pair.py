@@ -33,9 +33,11 @@ def encode_pairs(
     transformers' ``run_translation``. Each has at most ``max_seq_length`` tokens."""
     if columns or section.weight_column is not None:
         name = min(columns) if columns else section.weight_column
-        raise DataError(f"column {name!r} marks tokens of one text, but an encoder-decoder reads two")
+        text = f"column {name!r} marks tokens of one text, but an encoder-decoder reads two texts: leave it out"
+        raise DataError(text)
     if not section.completion_only_loss:
-        raise DataError("completion_only_loss: false trains on prompts, which an encoder-decoder does not predict")
+        text = "completion_only_loss must be true: an encoder-decoder does not predict prompts; got false"
+        raise DataError(text)
     prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
     completions = read_texts(rows, section.completion_column, may_be_empty=True)
     length, found = section.max_seq_length, EncodedSplit()

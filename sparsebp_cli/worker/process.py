@@ -51,7 +51,7 @@ class NodePlace:
             return None
         host, _, port = (first or "").rpartition(":")
         if not (host and port.isdecimal() and (node or "").isdecimal()):
-            raise DataError(f"{NODE} and {FIRST_NODE} must be a number and HOST:PORT, got {node!r} and {first!r}")
+            raise DataError(f"{NODE} must be a number and {FIRST_NODE} HOST:PORT, got {node!r} and {first!r}")
         return cls(int(node or 0), host, int(port))
 
     def connect(self, timeout: timedelta, *, serves: bool = False) -> TCPStore:
@@ -67,8 +67,8 @@ def read_place(options: TargetOptions) -> NodePlace | None:
     was not started on as many nodes as the plan has."""
     place = NodePlace.read() if options.nodes > 1 else None
     if options.nodes > 1 and (place is None or place.node >= options.nodes):
-        got = "no node's number" if place is None else f"node {place.node}"
-        raise DataError(f"target.nodes: {options.nodes}, but the worker was started with {got} in {NODE}")
+        got = "no number" if place is None else str(place.node)
+        raise DataError(f"target.nodes: {options.nodes}: {NODE} must be in [0, {options.nodes - 1}], got {got}")
     return place
 
 

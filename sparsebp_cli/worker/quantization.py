@@ -33,12 +33,15 @@ def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[st
     # Quantise the weights on the CPU, where they are read, so that every device trains the same weights.
     place: dict[str, Any] = {"device_map": {"": "cpu"}}
     if found is None and config.get("quantization_config"):
-        raise DataError(f"model.quantization: {given.type}: the model is quantised in its files, in another way")
+        text = "the model's files are already quantised by another method: give a model that is not"
+        raise DataError(f"model.quantization: {given.type}: {text}")
     if found is not None:
         if found != given.type:
-            raise DataError(f"model.quantization: {given.type}: the model is quantised in its files: {found}")
+            text = f"the model's files are already quantised: give type: {found}"
+            raise DataError(f"model.quantization: {given.type}: {text}")
         if given.bnb_4bit_use_double_quant or given.bnb_4bit_compute_dtype is not None:
-            raise DataError("model.quantization: the model is quantised in its files, which have the bnb_4bit_ options")
+            text = "the model's files are already quantised and set the bnb_4bit_ options: leave these out"
+            raise DataError(f"model.quantization: {text}")
         return place
     return place | {"quantization_config": _make_config(given, getattr(torch, section.dtype))}
 
@@ -83,7 +86,8 @@ def quantize_without_data(model: PreTrainedModel, section: QuantizationSection) 
     the sizes that loading gives them. Raise UnsupportedError for int8: torchao's weights are not tensors without data.
     """
     if section.type == "int8":
-        raise UnsupportedError("model.quantization: a base in int8 cannot be forecast; run it with max_steps=2")
+        text = "cannot forecast the memory of an int8 model; train with training.max_steps=2 instead"
+        raise UnsupportedError(f"model.quantization: {text}")
     if find_spec(section.package) is None:
         raise DataError(
             f"model.quantization: {section.type} needs {section.package}: pip install 'sparsebp[quantized]'"

@@ -82,7 +82,7 @@ class ReloadedOutputs:
             return {"checked": False, "reason": f"loading {size / 1e9:.1f} GB again needs more memory than is free"}
         if not difference <= self.tolerance:
             raise RunFailedError(
-                f"what was saved is not what was trained: loaded again, its outputs differ by {difference:.2g} of "
+                f"the saved model is not the trained one: loaded again, its outputs differ by {difference:.2g} of "
                 f"their size, allowed {self.tolerance:g}; the files stay in {folder}, and nothing was deleted"
             )
         stride = -(-self.logits_NO.numel() // STORED)

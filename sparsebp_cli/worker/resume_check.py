@@ -38,7 +38,7 @@ class ResumeCheck:
         self._where = f"the checkpoint of step {self._step}" if snapshot else start
         self._before = Seal.from_json(snapshot.seal or {}) if snapshot else read_seal(run.path)
         if snapshot and self._before is None:
-            self._note("info", f"{self._where} does not record its recipe, code and data: nothing was compared")
+            self._note("info", f"{self._where} has no record of recipe, code and data: changes since then are unknown")
         self._check()
 
     def check_data(self, digest: str) -> None:
@@ -63,7 +63,7 @@ class ResumeCheck:
         known = change._asdict()
         was_accepted = any(known.items() <= entry.items() for entry in self._accepted)
         if is_free(change):
-            self._note("info", f"changed since {self._where}, and no number depends on it: {change}")
+            self._note("info", f"changed since {self._where}, without effect on any result: {change}")
         elif not was_accepted:
             # Allowing another dataset also allows its data.
             if not (change.is_under(self._allowed) or (change.field == "data" and self._has_other_source())):

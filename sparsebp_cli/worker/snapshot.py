@@ -112,7 +112,7 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
     section = training.plan.recipe.training
     seal = Seal.from_json(snapshot.seal or {})
     if seal is None:
-        raise UnsupportedError(f"{before} and does not record its batch: it resumes with target.processes: {count}")
+        raise UnsupportedError(f"{before} and has no record of its batch size: resume with target.processes: {count}")
     then = TrainingSection.model_validate(seal.recipe["training"])
     batches = (then.per_device_train_batch_size * count, section.per_device_train_batch_size * ranks.count)
     steps = (batches[0] * then.gradient_accumulation_steps, batches[1] * section.gradient_accumulation_steps)
@@ -123,14 +123,13 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
         )
     if section.group_by is not None and batches[0] != batches[1]:
         raise UnsupportedError(
-            f"{before} with {batches[0]} examples in a micro-batch, the plan has {batches[1]}: with "
-            f"training.group_by: {section.group_by} their order depends on it"
+            f"{before} with {batches[0]} examples in a micro-batch, the plan has {batches[1]}: training.group_by: "
+            f"{section.group_by} needs equal numbers"
         )
     state = snapshot.ranks[0].policy
     if any(not name.startswith((_EPOCH, _POLICY)) for name in state):
         raise UnsupportedError(
-            f"{before}, which keep what error feedback left out of their own examples: it resumes with "
-            f"target.processes: {count}"
+            f"{before}, each with error feedback from its own examples: resume with target.processes: {count}"
         )
     # An additional process has no stored generators: seed them as at the start, but shifted, so that no numbers repeat.
     if ranks.rank >= count:
@@ -152,7 +151,7 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
             shapes = [
                 f"shape {list(shape)}" if shape is not None else "none" for shape in (theirs.get(name), mine.get(name))
             ]
-            raise UnsupportedError(f"{before}: {name} has {shapes[0]} there, {shapes[1]} in the plan's model")
+            raise UnsupportedError(f"{before}: {name} has {shapes[0]} in it, {shapes[1]} in the plan's model")
     groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
     if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
         raise UnsupportedError(f"{before}: it belongs to another optimizer than {training.plan.recipe.training.optim}")

@@ -137,9 +137,10 @@ class Training(Restorable):
         )
         if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
             name = "max_flops" if self.allowance.max_cost is None else "max_cost"
-            raise UnsupportedError(f"training.{name} needs probes, which count the work; this run can make none")
+            raise UnsupportedError(f"training.{name} needs probes to count FLOPs, but this run cannot make any")
         if self.plan.recipe.checkpoint.keep_best is not None and self._trains_frozen():
-            raise UnsupportedError("checkpoint.keep_best: a policy that trains parts of frozen weights merges adapters")
+            text = "checkpoint.keep_best does not work with policies that train parts of frozen weights"
+            raise UnsupportedError(text)
         if self.plan.recipe.measure.generate is not None:
             self.generator = self._make_generator(self.plan.recipe.measure.generate)
         self.memory = StepMemoryRecorder(
@@ -245,7 +246,7 @@ class Training(Restorable):
         if not number or last is None or not self.allowance.limits_work:
             return ""
         cost = number * (1.0 + last.policy / last.dense)
-        return f" (not in it: {number} comparisons with the plain step, the passes of about {cost:.3g} dense steps)"
+        return f" (not counted: {number} comparisons with the plain step, which cost about {cost:.3g} dense steps)"
 
     @property
     def _first_batch(self) -> int:
@@ -572,7 +573,7 @@ class Training(Restorable):
         """Save the model with the weights of the best evaluation, in place of the last weights."""
         damage = self.ranks.broadcast(self.checkpoints.find_damage(step) if self.ranks.is_first else "")
         if damage:
-            text = f"the best weights are not saved: the checkpoint of step {step} is damaged ({damage})"
+            text = f"best/ is not saved: the checkpoint of step {step} is damaged ({damage})"
             self.journal.write("note", level="warning", text=text)
             return
         own = self.bare.state_dict(keep_vars=True)
@@ -605,4 +606,4 @@ class Training(Restorable):
         if asked := record.get("asked"):
             self.journal.write("samples", step=self.step, split=SAVED, values=asked)
         if reason := record.get("unasked"):
-            self.journal.write("note", level="warning", text=f"{name}/ could not be asked for an answer: {reason}")
+            self.journal.write("note", level="warning", text=f"{name}/ was not tried on a prompt: {reason}")

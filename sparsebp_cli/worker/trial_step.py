@@ -135,8 +135,8 @@ class TrialStep:
 
 
 NO_DENSE = (
-    "target.processes: gradients of parameters that a policy freezes are not summed over processes, so there is no "
-    "dense gradient to measure against: runs without probes and fidelity (measure.probe_every, measure.fidelity_every)"
+    "target.processes: processes do not sum gradients of parameters that a policy freezes, so no dense gradient is "
+    "known: the run makes no probes and no fidelity comparisons (measure.probe_every, measure.fidelity_every)"
 )
 
 

@@ -29,8 +29,8 @@ FAULTS = [
 TOLD = {
     ("rank", signal.SIGKILL): "rank {} of 2 was killed by SIGKILL",
     ("rank", signal.SIGSTOP): "another process did not answer for 0.25 minutes (target.peer_timeout_min)",
-    ("launcher", signal.SIGKILL): "is lost: no sign of it for 15 seconds",
-    ("launcher", signal.SIGSTOP): "is lost: no sign of it for 15 seconds",
+    ("launcher", signal.SIGKILL): "is lost: it sent nothing for 15 seconds",
+    ("launcher", signal.SIGSTOP): "is lost: it sent nothing for 15 seconds",
 }
 
 

@@ -43,7 +43,7 @@ BOMB = "a: &a [x, x]\n" + "".join(
         ("a: 1\nb: \u2028x", "r.yaml:2:4: a control character (U+2028) is not allowed in a recipe"),
         ('a: "\\e[2J"', "r.yaml:1:4: a: a control character is not allowed in a value, got '\\x1b[2J'"),
         ('a: "\\uD800"', "r.yaml:1:4: a: a control character is not allowed in a value, got '\\ud800'"),
-        ('a: "\\UFFFFFFFF"', "r.yaml:1:7: not YAML: a character or a number that does not exist"),
+        ('a: "\\UFFFFFFFF"', "r.yaml:1:7: not YAML: an escaped character (\\U...) or a number is out of range"),
         ("", "r.yaml:1:1: empty: a recipe needs at least version, model and dataset"),
         ("# only words\n", "r.yaml:1:1: empty: a recipe needs at least version, model and dataset"),
         ("- a", "r.yaml:1:1: a recipe must be a mapping, got a list"),

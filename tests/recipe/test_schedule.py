@@ -71,12 +71,12 @@ def test_a_schedule_is_described_in_one_line(read: Read, text: str, line: str) -
         (
             "until: 0.4, ",
             "",
-            "7:5: schedule.0: until is missing: every phase but the last ends at a share of the training, in (0, 1)",
+            "7:5: schedule.0: until is missing: give the share of the training at which this phase ends, in (0, 1)",
         ),
         (
             "{policy: dense}",
             "{until: 0.9, policy: dense}",
-            "8:13: schedule.1.until: the last phase lasts to the end of the training and has no until, got 0.9",
+            "8:13: schedule.1.until: the last phase lasts to the end of the training: leave its until out, got 0.9",
         ),
         (
             "- {policy: dense}",
@@ -100,8 +100,8 @@ def test_a_schedule_is_described_in_one_line(read: Read, text: str, line: str) -
             "{policy: dense, util: 1}",
             "8:21: schedule.1.util: unknown key 'util'; allowed: until, policy; did you mean until?",
         ),
-        ("0.4", "0.01", "7:13: schedule.0.until: 0.01 leaves phase 0 no step: training.max_steps is 10"),
-        ("0.4", "0.99", "7:13: schedule.0.until: 0.99 leaves phase 1 no step: training.max_steps is 10"),
+        ("0.4", "0.01", "7:13: schedule.0.until: 0.01 leaves phase 0 without a step, because training.max_steps is 10"),
+        ("0.4", "0.99", "7:13: schedule.0.until: 0.99 leaves phase 1 without a step, because training.max_steps is 10"),
         (
             "policy: dense",
             "policy: max-child",
@@ -182,5 +182,5 @@ def test_a_later_file_or_change_replaces_policy_by_schedule_and_the_reverse(read
     assert read(TWO, "schedule.0.policy.0.keep=0.3").phases[0].policies[0].options["keep"] == 0.3
     line = refuse(TWO, "policy.0.keep=0.3")
     assert line.endswith(
-        "the recipe has a schedule, whose phases have the policies; did you mean schedule.0.policy.0.keep?"
+        "the recipe has a schedule, and each phase has its own policy; did you mean schedule.0.policy.0.keep?"
     )

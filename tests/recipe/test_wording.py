@@ -194,7 +194,7 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
         (TRAINING + "gradient_checkpointing: true", "in a recipe, backward.checkpointing: full does it"),
         (TRAINING + "output_dir: out", "in a recipe, nothing: every run has a folder of its own"),
         (TRAINING + "save_total_limit: 3", "in a recipe, checkpoint.keep_last does it"),
-        (TRAINING + "label_smoothing_factor: 0.1", "recipes have no key that does it"),
+        (TRAINING + "label_smoothing_factor: 0.1", "recipes have no equivalent key"),
         (TRAINING + "load_in_4bit: true", "in a recipe, model.quantization: {type: nf4} does it"),
         (SMALL + "lora_r: 8", "in a recipe, model.lora.r does it"),
         (

@@ -128,7 +128,7 @@ def test_a_model_in_the_cache_of_the_hub_is_known(check: Check, tmp_path: Path) 
             "a.jsonl",
             '{"text": "a"}\n{"text": 3}\n',
             "",
-            "line 2: column 'text' is a number here and text before",
+            "line 2: column 'text' is a number here, but text in earlier rows",
         ),
         ("a.bin", "abc", "", "cannot read .bin; allowed: .txt"),
         ("a.parquet", "PAR1abc", "", "a.parquet: not a Parquet file: "),
@@ -236,7 +236,7 @@ def test_installed_datasets_are_looked_into(refuse: Any) -> None:
     ("config", "removed", "text"),
     [
         ({"auto_map": {}}, "", "config.json: refused, because 'auto_map' can make other code run"),
-        ({"vocab_size": 2}, "", "the tokenizer has 3 tokens, more than the 2 rows of the model's embedding"),
+        ({"vocab_size": 2}, "", "the tokenizer has 3 tokens, but the model's embedding only 2: give matching ones"),
         ({}, "config.json", "model: no readable config.json"),
         ({"num_hidden_layers": 10**9}, "", "num_hidden_layers must be at most 8192 for any model, got 1000000000"),
         ({"text_config": {"hidden_size": 1e11}}, "", "hidden_size must be at most 4194304 for any model, got 1000000"),
@@ -276,7 +276,7 @@ def test_sequences_longer_than_a_config_are_refused(refuse: Any) -> None:
 def test_files_that_are_not_here_may_be_where_a_run_works(check: Check) -> None:
     (line,) = check("{name: /data/text.jsonl}", target="{kind: slurm}")
     assert line.startswith("dataset.name: no file or folder /data/text.jsonl; searched in: /data")
-    assert line.endswith("; the machine of the run may have one")
+    assert line.endswith("; the machine that trains may have it")
 
 
 def test_a_look_imports_neither_torch_nor_transformers(check: Check, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_job_that_loses_a_node_is_put_back_and_goes_on_by_itself(slurm_options
     handle = handle_of(run)
     launcher(run, 1).kill()
     until(lambda: job.status() is State.QUEUED, 4 * SECONDS)
-    assert f"is lost: no sign of it for {SECONDS} seconds" in str(last_end(run)["text"])
+    assert f"is lost: it sent nothing for {SECONDS} seconds" in str(last_end(run)["text"])
     go_on(run, handle)
     assert History.load(run.path).warm[1][1] >= 2
     assert job.cancel() is State.CANCELLED

@@ -118,7 +118,7 @@ def test_what_cannot_be_a_schedule_is_refused_by_name(tmp_path: Path) -> None:
         PolicyCallback(ROWS, schedule=SCHEDULE)
     with pytest.raises(UnsupportedError, match="chooses the examples of an epoch"):
         make([{"until": 0.5, "policy": "dense"}, {"policy": {"name": "infobatch"}}])
-    with pytest.raises(UsageError, match=r"0.01 leaves phase 0 no step: num_steps is 8"):
+    with pytest.raises(UsageError, match=r"0.01 leaves phase 0 without a step, because num_steps is 8"):
         make([{"until": 0.01, "policy": "dense"}, {"policy": DRAWN}])
     assert torch.is_grad_enabled()
 

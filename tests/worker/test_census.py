@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         lines(labelled("ab")) + b'{"text": "a \\ud83d", "label": "a"}',
         LABELS,
-        "a.jsonl, line 3: not UTF-8 text: got half a character",
+        "a.jsonl, line 3: not UTF-8 text: got half of a surrogate pair",
     ),
     "late list": ("a.jsonl", lines(labelled([*"ab" * 75, ["a"]])), LABELS, "line 151: column 'label' must be a name"),
     "late mapping": (
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         lines(labelled([1] * 20 + ["1"])),
         LABELS,
-        "line 21: column 'label' is text here and a number before",
+        "line 21: column 'label' is text here, but a number in earlier rows",
     ),
     "half a class": (
         "a.jsonl",
@@ -290,7 +290,7 @@ def test_losses_missing_classes_and_shared_rows_are_told_with_numbers(tmp_path: 
     told = dict(reversed(one) for one in find_warnings(build_data(section, tokenizer).census))
     assert told == {
         "data: validation has no example of 1 of 2 classes: b": "warning",
-        "data: 2 of 3 validation rows are in train as well": "warning",
+        "data: 2 of 3 validation rows are also in train": "warning",
     }
     long = lines(
         [{"prompt": "film " * 20, "completion": "x"}, *({"prompt": f"n{n}", "completion": "y"} for n in range(29))]

@@ -150,10 +150,10 @@ def test_a_template_that_strips_earlier_reasoning_is_refused_but_for_the_last() 
     ("template", "reason"),
     [
         ("{% for i in range(10**9) %}a{% endfor %}", "the chat template refuses the messages: Range too big"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "too much time or memory"),
         (
             "{{ 10 ** (10 ** 9) }}",
-            "does not end|needs more than|refuses",
+            "too much time or memory|needs more than|refuses",
         ),  # one call, which no signal of Python interrupts
         ("{{ 'a' * 3000000000 }}", "needs more than .* MiB of memory"),
         ("{{ ''.__class__.__mro__ }}", "refuses the messages: access to attribute '__class__'"),
@@ -262,15 +262,15 @@ def test_other_names_are_read_by_the_mapping_alone(tokenizer: PreTrainedTokenize
         ([{"conversations": shared}], "no column 'messages'.*format: chat, columns: {messages: conversations, role"),
         (
             alpaca,
-            r"these are read with dataset.format: chat, columns: {user: \[instruction, input\], assistant: output}",
+            r"to read these columns, give dataset.format: chat, columns: {user: \[instruction, input\], assistant: out",
         ),
         (
             [{"messages": shared}],
-            "row 1: column 'messages', message 0: has no 'role'; it has from, value; dataset.columns",
+            "row 1: column 'messages', message 0: has no key 'role'; it has from, value; to read such messages, give",
         ),
         ([{"messages": [{"role": "human", "content": "x"}]}], "unknown role 'human'.*user: human"),
         ([{"messages": "hello"}], "row 1: column 'messages' must be a list of messages, got 'hello'"),
-        ([{"messages": [{"role": "user"}]}], "row 1: column 'messages', message 0: has no 'content'"),
+        ([{"messages": [{"role": "user"}]}], "row 1: column 'messages', message 0: has no key 'content'"),
         ([{"messages": TALK, "tools": "{"}], "column 'tools': not JSON"),
     ):
         with pytest.raises(DataError, match=words):

@@ -261,14 +261,14 @@ def test_a_state_of_other_data_or_another_policy_is_refused() -> None:
     names(order[0])
     state = order.state_dict()
     other = BatchOrder(make_examples(9), 4, seed=1, pad_token_id=0)
-    with pytest.raises(ValueError, match="the plan has no such policy"):
+    with pytest.raises(ValueError, match="and the plan has none"):
         other.load_state_dict(state)
     other.choose_epochs(Given(), num_steps=100, micro_batches=1)
-    with pytest.raises(ValueError, match="losses of 10 examples, the training split has 9"):
+    with pytest.raises(ValueError, match="losses of 10 examples, but the training split has 9"):
         other.load_state_dict(state)
     with pytest.raises(LookupError):
         other.load_state_dict({})
-    with pytest.raises(ValueError, match="epochs of steps of 4 examples, those of the plan have 8"):
+    with pytest.raises(ValueError, match="its steps have 4 examples, and steps of the plan have 8"):
         _order(micro_batches=2).load_state_dict(state)
 
 

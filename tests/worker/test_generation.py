@@ -181,11 +181,11 @@ def test_a_conversation_is_continued_behind_the_header_of_the_last_turn(tiny_fol
         ),
         (
             "dataset: {name: cmudict, format: completion}\nmeasure: {generate: {metrics: [wer, wer]}}",
-            r"metric 'wer' gives wer, but another metric of this run has this name",
+            r"metric 'wer' would log wer, but another metric of this run logs it",
         ),
         (
             "dataset: {name: cmudict, format: completion}\nmeasure: {generate: {}}\ncheckpoint: {keep_best: eval/cer}",
-            r"keep_best: eval/cer is not measured on validation here; allowed: eval/loss, eval/exact_match",
+            r"keep_best: eval/cer is not a validation metric of this run; allowed: eval/loss, eval/exact_match",
         ),
         (
             "dataset: {name: cmudict, format: completion}\nmeasure: {generate: {}}\n"

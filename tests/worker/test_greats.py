@@ -38,7 +38,7 @@ def test_a_control_trains_on_the_same_examples_and_says_who_reads_the_others(tin
     for name in ("dataset_digest", "train_examples", "policy_validation_examples"):
         assert histories[0].facts[name] == histories[1].facts[name]
     assert histories[0].facts["policy_validation_examples"] == 9
-    text = "dataset.policy_validation_examples: 9 training examples are set aside, and no policy reads them"
+    text = "dataset.policy_validation_examples: 9 training examples are set aside, but no policy of this run reads them"
     told = [any(note == text for _, _, note in history.notes) for history in histories]
     assert told == [False, True]
     assert histories[0].series("train/loss") != histories[1].series("train/loss")

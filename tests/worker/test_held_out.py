@@ -54,7 +54,7 @@ def test_two_contents_are_drawn_row_by_row_and_documents_never() -> None:
     assert len(drawn) == 30
     assert {keys[row] for row in drawn} == {"good", "bad"}
     assert len(draw_rows(keys, 30, GROUPED)) == 150
-    with pytest.raises(DataError, match="needs 2 or more values of 'document', got 1; give an eval_split"):
+    with pytest.raises(DataError, match="need 2 or more values of 'document', got 1; give an eval_split"):
         draw_rows(["one"] * 10, 1, GROUPED)
 
 

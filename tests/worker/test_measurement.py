@@ -194,7 +194,7 @@ def test_the_claim_of_a_site_without_a_kernel_is_called_out_once(measured) -> No
     warnings = [text for _, level, text in history.notes if level == "warning"]
     assert len(warnings) == 1
     assert warnings[0].startswith(
-        "the policy claims to leave 0.4% of the backward FLOPs at its sites, but 100.0% were executed "
+        "the policy claims to need 0.4% of the backward FLOPs at its sites, but 100.0% were executed "
         "(counted at step 2, at 15 of 15 sites, most at "
     )
     fact = history.facts["overclaim"]
@@ -213,7 +213,7 @@ def test_the_reference_engine_is_no_lie(measured) -> None:
     _, history = measured({"name": "topk", "keep": 0.25}, backward={"execution": "reference"})
     levels = [(level, text) for _, level, text in history.notes if "claims" in text]
     assert [level for level, _ in levels] == ["info"]
-    assert levels[0][1].endswith("backward.execution is reference, which multiplies everything")
+    assert levels[0][1].endswith("expected: backward.execution: reference computes every product")
     assert history.facts["overclaim"]["by_choice"] is True
 
 
@@ -225,7 +225,7 @@ def test_a_policy_that_is_asked_nowhere_is_named(measured) -> None:
         backward={"exclude": ["*q_proj*", "*layers.1.*", "*o_proj", "*mlp*", "*lm_head"]},
     )
     warnings = [text for _, level, text in history.notes if level == "warning"]
-    assert warnings == ["no gradient reached any of the 2 sites: the policy decided nothing"]
+    assert warnings == ["no gradient reached any of the policy's 2 sites, so the policy had no effect"]
 
 
 @pytest.mark.always("topk-0.3-columns", "random-0.3-[1]")

@@ -335,5 +335,5 @@ def test_the_number_of_answers_in_the_settings_of_generation_stops_no_run(
     values = tiny_recipe(training={"max_steps": 2}).model_dump()
     run = train(Recipe.model_validate(values | {"model": {"name": str(base)}}), prepared)
     (told,) = (text for text in _notes(run) if "num_return_sequences" in text)
-    assert told.startswith("num_return_sequences of generation_config.json is taken as 1: Greedy methods")
+    assert told.startswith("generation_config.json is not valid, so num_return_sequences is set to 1: Greedy methods")
     assert AutoModelForCausalLM.from_pretrained(run.path / "model").generation_config.eos_token_id == 1

@@ -85,7 +85,7 @@ def test_a_node_that_gives_no_sign_is_lost_and_named(pair) -> None:
         time.sleep(0.05)
     second.__exit__()  # it counts no more, as if its machine had lost its power
     assert first.find_cause(fail(0, "connection closed by peer", 0.0, is_echo=True)).code == LOST_CODE
-    assert first.find_cause(None).text == f"node 1 of 2 ({socket.gethostname()}) is lost: no sign of it for 3 seconds"
+    assert first.find_cause(None).text == f"node 1 of 2 ({socket.gethostname()}) is lost: it sent nothing for 3 seconds"
 
 
 def test_a_node_that_never_came_is_named(tmp_path) -> None:
@@ -116,7 +116,7 @@ def test_nodes_that_share_no_file_system_are_refused(tmp_path) -> None:
         folder.mkdir()
     first, second = (NodeGroup(NodePlace(n, "localhost", port), TWO, folders[n]) for n in (0, 1))
     first.check_folder()
-    with pytest.raises(DataError, match=r"there on node 1 \(.*\) is not that of the first node: target.nodes needs a"):
+    with pytest.raises(DataError, match=r"^node 1 \(.*\) does not see the first node's files .*there: target.nodes"):
         second.check_folder()
     for group in (first, second):
         group.__exit__()
@@ -158,7 +158,7 @@ def test_ranks_are_counted_over_all_nodes(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("environment", "text"),
-    [({}, "started with no node's number"), ({NODE: "2", FIRST_NODE: "n1:1"}, "node 2"), ({NODE: "1"}, "HOST:PORT")],
+    [({}, "got no number"), ({NODE: "2", FIRST_NODE: "n1:1"}, "got 2"), ({NODE: "1"}, "HOST:PORT")],
 )
 def test_a_worker_that_was_started_on_too_few_nodes_is_refused(monkeypatch, environment, text) -> None:
     for name, value in environment.items():
@@ -173,10 +173,10 @@ def test_a_worker_that_was_started_on_too_few_nodes_is_refused(monkeypatch, envi
         (
             {"kind": "local", "nodes": 2, "processes": 2},
             "nodes",
-            "local runs on one machine, got 2; ",
+            "target local runs on one machine only, got 2; ",
         ),
         ({"kind": "docker", "host": "ssh://gpu1", "nodes": 2, "processes": 2}, "nodes", "docker runs on one machine"),
-        ({"kind": "slurm", "nodes": 2, "processes": 3}, "processes", "must be a multiple of nodes: 2, got 3"),
+        ({"kind": "slurm", "nodes": 2, "processes": 3}, "processes", "must be a multiple of nodes (2), got 3"),
         ({"kind": "slurm", "nodes": 2, "processes": 8, "gpus": 8}, "", "need 4 on each, got 8"),
         (
             {"kind": "slurm", "nodes": 2, "processes": 8, "gpus": "a100:4", "peer_timeout_min": 0},
@@ -272,7 +272,7 @@ def test_a_node_whose_launcher_is_killed_ends_the_run_within_a_minute(tiny_recip
     first.join(60)
     assert first.exitcode == LOST_CODE
     assert run.state() is State.FAILED
-    text = f"node 1 of 2 ({socket.gethostname()}) is lost: no sign of it for 15 seconds"
+    text = f"node 1 of 2 ({socket.gethostname()}) is lost: it sent nothing for 15 seconds"
     assert History.load(run.path).ends[-1]["text"] == text
     assert len(ranks) == 2
     assert not any(rank.is_running() for rank in ranks)

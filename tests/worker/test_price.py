@@ -406,7 +406,7 @@ def test_a_limit_of_work_says_what_comparisons_it_leaves_out(uneven, prepared) -
         return text
 
     found = re.search(
-        r"\(not in it: (\d+) comparisons .* of about ([\d.]+) dense steps\); the run ends", end_of("first")
+        r"\(not counted: (\d+) comparisons .* cost about ([\d.]+) dense steps\); the run ends", end_of("first")
     )
     assert found is not None
     number, cost = int(found[1]), float(found[2])

@@ -44,7 +44,7 @@ def test_the_template_that_init_writes_asks_in_the_tokens_of_training(tmp_path: 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
 def test_a_generation_prompt_that_ends_in_a_blank_is_refused_with_the_cure(tmp_path: Path, train_on: str) -> None:
     template = fill("folder/chat.jinja").replace("':\\n'", "': '").replace("'assistant:\\n'", "'assistant: '")
-    with pytest.raises(DataError, match=r"4 of 4 prompts have other tokens when a model is asked than in training"):
+    with pytest.raises(DataError, match=r"4 of 4 prompts get other tokens in generation than in training"):
         _chats(tmp_path, template, train_on=train_on)
     with pytest.raises(DataError, match=r"which ends in '.*assistant: '\): take the blank from its end"):
         _chats(tmp_path, template, train_on=train_on)
@@ -58,7 +58,7 @@ def test_most_prompts_with_a_blank_at_their_end_are_refused_and_few_are_named(tm
     data = _build(tmp_path, [*good, *good, bad[0]], format="completion", held_out="tail", eval_fraction=0.2)
     warned = [text for level, text in find_warnings(data.census) if level == "warning" and "other tokens" in text]
     assert len(warned) == 1
-    assert "data: validation: 1 of 3 prompts have other tokens" in warned[0]
+    assert "data: validation: 1 of 3 prompts get other tokens" in warned[0]
 
 
 def test_a_row_without_an_answer_to_ask_for_is_not_compared(tmp_path: Path) -> None:

@@ -182,11 +182,11 @@ def test_methods_of_peft_train_and_merge_over_quantised_linears_or_are_refused(
         ("model: {name: austen-llama, quantization: {type: nf5}, lora: {}}", "model.quantization.type: .*nf4"),
         (
             "model: {name: austen-llama, quantization: {type: int8, bnb_4bit_use_double_quant: true}, lora: {}}",
-            "bnb_4bit_use_double_quant is of nf4 and fp4, got type: int8",
+            "bnb_4bit_use_double_quant applies only to type: nf4 or fp4, got type: int8",
         ),
         (
             "model: {name: austen-llama, quantization: {type: nf4}, lora: {init_lora_weights: pissa}}",
-            "pissa changes the base, which quantization keeps",
+            "pissa changes the base weights, but quantised",
         ),
         (
             "model: {config: {model_type: llama}, tokenizer: austen-llama, quantization: {type: nf4}, lora: {}}",
@@ -240,7 +240,7 @@ def test_files_that_are_quantised_already_are_taken_as_what_they_are(base: str, 
         assert torch.equal(model(IDS).logits, expected(IDS).logits)
     for section, says in (
         ({}, r"is quantised in its files: give model.quantization: \{type: nf4\}"),
-        ({"quantization": {"type": "int8"}}, "int8: the model is quantised in its files: nf4"),
+        ({"quantization": {"type": "int8"}}, "int8: the model's files are already quantised: give type: nf4"),
     ):
         with pytest.raises(DataError, match=says):
             build(**section)

@@ -142,7 +142,7 @@ def test_what_no_number_depends_on_may_change_and_is_told(killed: RunFolder) -> 
 
     edit_plan(killed, edit)
     assert work(killed) == 0
-    told = [text for _, level, text in History.load(killed.path).notes if "no number depends on it" in text]
+    told = [text for _, level, text in History.load(killed.path).notes if "without effect on any result" in text]
     assert [text.rpartition(": ")[2].partition(" ")[0] for text in told] == [
         "name",
         "checkpoint.every",
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_an_older_version_says_that_nothing_was_compared(killed:
         del manifest["sha256"]["seal.json"]
         (seal.parent / "manifest.json").write_text(json.dumps(manifest))
     assert work(killed) == 0
-    assert any("nothing was compared" in text for _, _, text in History.load(killed.path).notes)
+    assert any("changes since then are unknown" in text for _, _, text in History.load(killed.path).notes)
 
 
 def test_without_a_checkpoint_the_journal_has_what_the_run_began_under(killed: RunFolder) -> None:

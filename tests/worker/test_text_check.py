@@ -93,7 +93,7 @@ def test_arguments_of_a_call_are_written_once_whether_they_are_an_object_or_its_
 
 def test_arguments_that_are_no_json_and_are_written_in_quotes_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = talks(calls('city: "Rome"'))
-    with pytest.raises(DataError, match=r"1 of 1 rows have text that .* escaped or as Python does, in tool_calls"):
+    with pytest.raises(DataError, match=r"1 of 1 rows have text that .* writes in Python syntax, in tool_calls"):
         check(rows, tokenizer, chat_template=CALL)
 
 
@@ -134,7 +134,7 @@ def test_one_part_of_text_is_a_text_and_several_are_refused(
     found = check(talks(says([part]), says("It is.")), tokenizer, chat_template=PLAIN)
     assert found["faults"] == []
     assert found["texts"][0] == found["texts"][1]
-    with pytest.raises(DataError, match=r"1 of 1 rows have text that .* as Python does, in content"):
+    with pytest.raises(DataError, match=r"1 of 1 rows have text that .* in Python syntax, in content"):
         check(talks(says([part, other])), tokenizer, chat_template=PLAIN)
     loop = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}"
     parts = check(talks(says([part, other])), tokenizer, chat_template=TURN + loop + "{% endif %}" + REST)
