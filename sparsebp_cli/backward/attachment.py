@@ -260,7 +260,7 @@ def _refuse_attached(model: nn.Module) -> None:
 def _refuse_lazy(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise UsageError(f"{name!r} has no shape before the model has run: run it once, then attach")
+            raise UsageError(f"parameter {name!r} is lazy and has no shape yet: run the model once, then attach")
 
 
 def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[str, Any]) -> None:
@@ -317,14 +317,14 @@ def check_scoring(
             raise UsageError(f"{name}: {facts['needs_num_steps']}: give attach(num_steps=...)")
         if facts.get("reads_rows") and num_examples is None:
             raise UsageError(
-                f"{name} keeps something for each example of the data: give attach(num_examples=...), and each batch "
-                f"the column {EXAMPLE_ROW!r}; streamed data are not supported"
+                f"{name} keeps state for each training example: pass attach(num_examples=...) and add the column "
+                f"{EXAMPLE_ROW!r} to each batch; streamed data are not supported"
             )
     readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     if readers and reference is None:
         raise UsageError(
-            f"{type(readers[0]).__name__} compares with a reference: give attach(reference=MODEL), or "
-            f"reference={BATCH!r} where each batch has a column reference_loss"
+            f"{type(readers[0]).__name__} needs a reference model: pass attach(reference=MODEL), or "
+            f"reference={BATCH!r} if each batch has the column reference_loss"
         )
     if isinstance(reference, str) and reference != BATCH:
         raise UsageError(f"reference must be a model or {BATCH!r}, got {reference!r}")
@@ -356,8 +356,8 @@ def _check_validation(policies: Sequence[Policy], validation: Mapping[str, torch
     if validation is None:
         if readers:
             raise UsageError(
-                f"{type(readers[0]).__name__} compares gradients with those of validation examples: give "
-                "attach(validation=...), a batch of examples with labels that is never trained on"
+                f"{type(readers[0]).__name__} compares gradients with gradients of validation examples: pass "
+                "attach(validation=...), a batch with labels that you do not train on"
             )
         return
     if not readers:
@@ -367,5 +367,6 @@ def _check_validation(policies: Sequence[Policy], validation: Mapping[str, torch
     number, most = len(validation["labels"]), max(_count_validation(policy) for policy in readers)
     if number < most:
         raise UsageError(
-            f"validation must have {most} examples or more, as {type(readers[0]).__name__} draws, got {number}"
+            f"validation must have at least {most} examples, because {type(readers[0]).__name__} draws that many, "
+            f"got {number}"
         )

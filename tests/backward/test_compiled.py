@@ -160,7 +160,7 @@ def test_a_backward_of_a_graph_whose_engine_is_gone_is_refused() -> None:
     del engine
     torch._dynamo.reset()
     gc.collect()
-    with pytest.raises(UsageError, match="compiled forward of an engine that is detached"):
+    with pytest.raises(UsageError, match="compiled forward whose engine is detached"):
         loss.backward()
 
 

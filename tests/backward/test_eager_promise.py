@@ -373,12 +373,12 @@ def test_gradients_are_never_there_together() -> None:
 def test_the_run_is_told_how_it_clips_and_what_saves_nothing() -> None:
     _, engine = train(Llama, steps=2, eager=True, max_norm=0.5)
     (note,) = engine.report().notes
-    assert note.endswith("clipped to 0.5 by the norm of all, for which a backward of its own runs first")
+    assert note.endswith("clipped to 0.5 by the norm of all gradients, which an extra backward computes first")
     _, engine = train(lambda: Recurrent(True), steps=2, eager=True, accumulation=2)
     told = engine.report().notes
     assert told[0].endswith("gradients are not clipped")
     assert any("2 of 4 parameters wait for the end of the backward, such as cell.weight" in note for note in told)
-    assert any("earlier micro-batches are kept" in note for note in told)
+    assert any("gradients of earlier micro-batches stay" in note for note in told)
 
 
 def test_detach_gives_the_parameters_back_without_hooks() -> None:

@@ -224,7 +224,7 @@ def test_every_way_of_running_trains_as_plain_pytorch(name: str) -> None:
 
 
 def test_a_skip_out_of_the_middle_of_a_segment_is_refused_before_a_gradient_is_lost() -> None:
-    with pytest.raises(UnsupportedError, match=r"the loss uses what 'down.0' computes inside a segment"):
+    with pytest.raises(UnsupportedError, match=r"the loss uses a tensor that 'down.0' computes inside a segment"):
         _train("unet", {"segments": 2})
 
 
@@ -257,7 +257,7 @@ def test_parameters_of_a_model_without_a_linear_can_be_frozen() -> None:
 @pytest.mark.parametrize("options", [{}, {"segments": 2}, {"policies": [sbp.make_policy("frozen", freeze=["0"])]}])
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.LazyConv2d(4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3))
-    with pytest.raises(UsageError, match=r"'0.weight' has no shape before the model has run"):
+    with pytest.raises(UsageError, match=r"'0.weight' is lazy and has no shape yet: run the model once"):
         sbp.attach(model, options.pop("policies", []), **options)
 
 

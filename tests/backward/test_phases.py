@@ -173,7 +173,7 @@ def test_a_user_who_detaches_in_a_phase_has_the_model_back() -> None:
             UnsupportedError,
             "InfoBatch chooses the examples of an epoch: not supported in a schedule",
         ),
-        (phases(DENSE, COMPARING), UsageError, "compares with a reference: give attach"),
+        (phases(DENSE, COMPARING), UsageError, "needs a reference model: pass attach"),
     ],
 )
 def test_what_cannot_be_a_schedule_is_refused_before_anything_starts(

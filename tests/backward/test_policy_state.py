@@ -215,10 +215,10 @@ class Texts(Momentum):
 
 
 def test_a_state_that_no_checkpoint_could_hold_is_refused() -> None:
-    with pytest.raises(UsageError, match="Texts: a state is a mapping of tensors and numbers, got 'name': 'a text'"):
+    with pytest.raises(UsageError, match="Texts: a state must map names to tensors and numbers, got 'name': 'a text'"):
         make(Texts())
     model, optimizer, engine = make(Grows())
-    with pytest.raises(UsageError, match="Grows: observe must return the entries of the state"):
+    with pytest.raises(UsageError, match="Grows: observe must return the same entries, shapes and dtypes as the state"):
         step_once(model, optimizer, engine, 0)
 
 
@@ -366,5 +366,5 @@ def test_a_measure_that_no_checkpoint_could_hold_is_refused(found: Any) -> None:
             return found
 
     model, optimizer, engine = make(Wrong())
-    with pytest.raises(UsageError, match="Wrong: measure returns a Measure of a tensor by name, without a '/', got"):
+    with pytest.raises(UsageError, match=r"Wrong: measure must return Measure\(tensor\) by names without '/', got"):
         step_once(model, optimizer, engine, 0)

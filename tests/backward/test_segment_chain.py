@@ -231,7 +231,7 @@ MISUSES: list[tuple[Callable[[], Any], type[SparseBPError], str]] = [
     (
         lambda: sbp.segmented_backward(_network(), _batch() * _batch(requires_grad=True), _loss),
         UsageError,
-        "x was comp",
+        "x is not a leaf",
     ),
     (lambda: sbp.segmented_backward(_network(), _batch(), lambda y: y), UsageError, r"got shape \(16, 2\)"),
     (lambda: sbp.segmented_backward(_network(), _batch(), lambda y: 1.0), UsageError, "one number, got float"),

@@ -314,7 +314,7 @@ def test_a_loss_that_a_layer_keeps_counts_in_the_last_segment_alone(in_list: boo
         engine.backward(loss + model.layers[3].aside[-1])
         assert_same(gradients_of(model), plain)
         loss = model(given())
-        with pytest.raises(UnsupportedError, match=r"the loss uses what 'layers.1' computes inside a segment"):
+        with pytest.raises(UnsupportedError, match=r"the loss uses a tensor that 'layers.1' computes inside a segment"):
             engine.backward(loss + sum(layer.aside[-1] for layer in model.layers))
-    with pytest.raises(UnsupportedError, match=r"the loss uses what 'segment 0' computes inside a segment"):
+    with pytest.raises(UnsupportedError, match=r"the loss uses a tensor that 'segment 0' computes inside a segment"):
         sbp.segmented_backward(model.layers, given(), lambda y: y.sum() + model.layers[0].aside[-1])

@@ -76,8 +76,8 @@ def _in_place() -> nn.Module:
 LOST: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Stack(lambda seen: seen[-1] * 2), "the model computes a tensor between 'layers.0' and 'layers.1'"),
     (lambda: Stack(lambda seen: seen[0]), "the model computes a tensor between 'layers.0' and 'layers.1'"),
-    (Skipping, "'layers.2' was run where 'layers.1' is the next layer"),
-    (Watching, "the loss uses what 'layers.0' computes inside a segment"),
+    (Skipping, "layer 'layers.2' ran where 'layers.1' was expected"),
+    (Watching, "the loss uses a tensor that 'layers.0' computes inside a segment"),
     (_foreign, r"a layer from 'layers.0' to 'layers.1' uses a tensor of shape \(4,\) that requires grad"),
     (_in_place, r"begins with 'layers.0' changes an input of shape \(2, 4\) in place"),
 ]
@@ -106,7 +106,7 @@ def test_a_loss_of_a_router_inside_a_layer_is_refused_and_its_scores_are_told() 
     with sbp.attach(model, [], segments=3) as engine:
         output = model(tokens(0), labels=tokens(0), output_router_logits=True)
         assert all(torch.equal(a, b) for a, b in zip(output.router_logits, scores, strict=True))
-        with pytest.raises(UnsupportedError, match=r"the loss uses what 'model.layers.\d' computes inside a segment"):
+        with pytest.raises(UnsupportedError, match=r"a tensor that 'model.layers.\d' computes inside a segment"):
             engine.backward(output.loss)
 
 

@@ -124,7 +124,7 @@ def test_a_class_of_ones_own_shares_within_each_batch_and_says_so(tmp_path: Path
         return trainer
 
     _, _, engine = train(make, tmp_path, sbp.make_policy("lossless", prefixes="update"), **SMALL, max_steps=1)
-    assert "nobody has said which micro-batches make an update" in engine.notes["packing of updates"]
+    assert "pass the micro-batches of an update to engine.expect" in engine.notes["packing of updates"]
 
 
 @pytest.mark.parametrize("added", [0.0, 0.1])

@@ -352,7 +352,7 @@ def test_a_loss_that_is_no_cross_entropy_of_its_logits_is_refused(model: nn.Modu
     with pytest.raises(UnsupportedError, match="examples cannot be weighed: the model's loss is"):
         weighted_loss(model, _batch(), 200, CPU, [1.0] * 4)
     model.forward = lambda **kwargs: SimpleNamespace(loss=inner(**kwargs).loss)
-    with pytest.raises(UnsupportedError, match="labels, and the model returns none"):
+    with pytest.raises(UnsupportedError, match="but the model returns none"):
         weighted_loss(model, _batch(), 200, CPU, [1.0] * 4)
 
 

@@ -198,4 +198,4 @@ def test_sequences_that_share_what_stands_before_them_are_not_judged() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 2, 3]])
     judged = judge_batch(llama(), {"input_ids": torch.arange(3, 9)[None], "position_ids": positions})
     assert judged.verdict == "unjudged"
-    assert "go back to 2" in judged.reason
+    assert "restart at 2" in judged.reason

@@ -109,7 +109,7 @@ def test_batches_that_do_not_say_which_examples_they_hold_are_refused(column: An
 
 def test_data_without_rows_is_refused_before_anything_starts() -> None:
     model = tiny_decoder("llama")
-    text = r"EvolvedSampling keeps something for each example of the data: give attach\(num_examples=...\)"
+    text = r"EvolvedSampling keeps state for each training example: pass attach\(num_examples=...\)"
     with pytest.raises(UsageError, match=text):
         attach(model, EvolvedSampling())
     schedule: Any = [{"until": 0.5, "policy": "dense"}, {"policy": EvolvedSampling()}]

@@ -50,11 +50,15 @@ def test_its_control_draws_as_many_uniformly() -> None:
 
 
 def test_what_lacks_validation_examples_or_has_them_for_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"Greats compares gradients with those of validation examples: give attach\("):
+    with pytest.raises(
+        UsageError, match=r"Greats compares gradients with gradients of validation examples: pass attach\("
+    ):
         attached(Greats(), validation=None)
     with pytest.raises(UsageError, match="validation is given, but no policy uses it"):
         attached(Uniform(start=0.0, end=1.0))
-    with pytest.raises(UsageError, match="validation must have 5 examples or more, as Greats draws, got 4"):
+    with pytest.raises(
+        UsageError, match="validation must have at least 5 examples, because Greats draws that many, got 4"
+    ):
         attached(Greats(validation_batch_size=5))
     with pytest.raises(UsageError, match="validation must have labels, got input_ids"):
         attached(Greats(), validation={"input_ids": batch(4)["input_ids"]})

@@ -92,7 +92,7 @@ def test_the_forward_of_the_reference_is_counted() -> None:
 
 def test_what_has_no_losses_of_a_reference_is_refused_by_name() -> None:
     model, arguments = tiny_decoder("llama"), batch(4)
-    with pytest.raises(UsageError, match=r"Rho compares with a reference: give attach\(reference=MODEL\)"):
+    with pytest.raises(UsageError, match=r"Rho needs a reference model: pass attach\(reference=MODEL\)"):
         attach(model, Rho())
     with attach(model, Rho(), reference="batch"), pytest.raises(UsageError, match="reads the column 'reference_loss'"):
         model(**arguments)

@@ -238,8 +238,8 @@ class Engine:
         batches, wanted = [forward, *others], self._trials.count_batches(self._clock.now())
         if wanted > len(batches):
             raise UsageError(
-                f"a policy measures over {wanted} micro-batches: engine.run_trials(forward, others=[...]) with "
-                f"{wanted - 1} more"
+                f"a policy measures over {wanted} micro-batches: pass {wanted - 1} more to "
+                "engine.run_trials(forward, others=[...])"
             )
 
         def run_pass(trial: TrialPass) -> None:

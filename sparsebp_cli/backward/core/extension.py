@@ -309,6 +309,6 @@ def refuse_uncalled(policy: Policy, model: nn.Module) -> NoReturn:
             "evaluation"
         )
     raise UsageError(
-        f"{type(policy).__name__} was not called: no forward of {type(model).__name__} in training with gradients "
-        "preceded the backward; do not call parts of the model, or a forward that was stored before attach"
+        f"{type(policy).__name__} was not called: no training forward of {type(model).__name__} ran before the "
+        "backward; call the whole model, not parts of it or a forward that was stored before attach"
     )

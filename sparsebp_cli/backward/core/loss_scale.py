@@ -91,9 +91,9 @@ class ScaleFinder:
             return
         if number >= _LEAST_BY_HAND and math.frexp(number)[0] == 0.5:
             self.note = (
-                f"a loss was multiplied by {number:g} before its backward: if the script divides gradients by that "
-                f"before its step, give engine.backward(loss * {number:g}, loss_scale={number:g}), or what policies "
-                "keep of gradients is in the wrong unit once the number changes"
+                f"the script multiplied a loss by {number:g} before its backward: if it divides gradients by that "
+                f"before the step, pass engine.backward(loss * {number:g}, loss_scale={number:g}); otherwise policies "
+                "keep gradients in a wrong unit once the number changes"
             )
 
     def _is_scale(self, factor: Tensor) -> bool:

@@ -80,8 +80,8 @@ class LossWeights:
         if output is None or was_called or (labels is not None and not bool((labels != IGNORED).any())):
             return  # the forward failed, or there was no target to weigh
         raise UsageError(
-            "loss_weight weighs the model's own loss, and this forward computed none: pass it the labels, or weigh "
-            "your own loss yourself"
+            "loss_weight weighs the model's own loss, but this forward computed none: pass labels to the forward, or "
+            "weigh your own loss in the script"
         )
 
 

@@ -160,8 +160,8 @@ class PolicyStates:
         after = _check(policy, values, before)
         if _layout(after) != _layout(before):
             raise UsageError(
-                f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "
-                f"dtypes: {_layout(before)}, got {_layout(after)}"
+                f"{type(policy).__name__}: observe must return the same entries, shapes and dtypes as the "
+                f"state: {_layout(before)}, got {_layout(after)}"
             )
         self._states[number] = {key: _stay(before[key], value) for key, value in after.items()}
 
@@ -215,9 +215,12 @@ class PolicyStates:
         for number, policy in self._policies.items():
             mine, theirs = _layout(self._states[number]), _layout(states[number])
             if mine != theirs:
-                raise UsageError(f"not a state of {type(policy).__name__}: it has {mine}, got {theirs}")
+                raise UsageError(f"not a state of {type(policy).__name__}: its state has {mine}, got {theirs}")
         if states.keys() != self._states.keys():
-            raise UsageError(f"not a state of these policies: {sorted(states)}, got {sorted(self._states)}")
+            raise UsageError(
+                f"the loaded state is not one of these policies: it has the policies {sorted(states)}, but the engine "
+                f"has {sorted(self._states)}"
+            )
         self._states = {number: dict(sorted(values.items())) for number, values in states.items()}
         self._observed = observed
         self._device = None  # unknown: the state may come from another device
@@ -258,7 +261,7 @@ def _check_measures(policy: Policy, measures: Mapping[str, Measure]) -> None:
         good = isinstance(name, str) and name and "/" not in name
         if not good or not isinstance(measure, Measure) or not isinstance(measure.value, Tensor):
             raise UsageError(
-                f"{type(policy).__name__}: measure returns a Measure of a tensor by name, without a '/', got "
+                f"{type(policy).__name__}: measure must return Measure(tensor) by names without '/', got "
                 f"{name!r}: {measure!r}"
             )
 
@@ -269,11 +272,11 @@ def _check(policy: Stateful[Any], values: Values, before: Values = MappingProxyT
     """
     name = type(policy).__name__
     if not isinstance(values, Mapping):
-        raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {type(values).__name__}")
+        raise UsageError(f"{name}: a state must map names to tensors and numbers, got {type(values).__name__}")
     for key, value in values.items():
         is_plain = type(value) in (Tensor, int, float) or hasattr(value, "fake_mode")  # a forecast uses fake tensors
         if not isinstance(key, str) or not is_plain:
-            raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {key!r}: {value!r}")
+            raise UsageError(f"{name}: a state must map names to tensors and numbers, got {key!r}: {value!r}")
     return {
         key: value.detach().clone() if isinstance(value, Tensor) and value is not before.get(key) else value
         for key, value in sorted(values.items())

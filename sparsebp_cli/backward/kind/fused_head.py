@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ARGUMENT = "fused_lm_head"
 IGNORED = -100  # the label of no target
-LEFT = "a model that a trl trainer has trained keeps that head: for your own loop, `del model.forward`"
+LEFT = "a trl trainer leaves this head on its model: for your own loop, run `del model.forward`"
 
 P = TypeVar("P", bound=Policy)
 
@@ -59,6 +59,6 @@ class FusedHeadExtension(EngineExtension, Generic[P]):
         if not self.was_called:
             if self.model.training:
                 raise UnsupportedError(
-                    f"{type(self.policy).__name__} waits for a forward through trl's fused head; {LEFT}"
+                    f"{type(self.policy).__name__} was not called: no forward went through trl's fused head; {LEFT}"
                 )
             refuse_uncalled(self.policy, self.model)

@@ -58,7 +58,7 @@ def require_site(number: int) -> object:
     """Return the site of a number; raise :class:`UsageError` if it no longer exists."""
     found = _SITES.get(number)
     if found is None:
-        raise UsageError("a backward pass reached a compiled forward of an engine that is detached: run it again")
+        raise UsageError("the backward reached a compiled forward whose engine is detached: run the forward again")
     return found
 
 

@@ -94,8 +94,8 @@ class NodeAdapter(SiteAdapter):
             return False
         assert self._engine is not None
         self._engine.notes["walk"] = (
-            "the backward is walked in Python: PyTorch's engine would run checkpointed layers again that no gradient "
-            "reaches"
+            "Python traverses the backward graph here: PyTorch's engine would recompute checkpointed layers that no "
+            "gradient reaches"
         )
         return True
 

@@ -46,7 +46,7 @@ _ROW_BY_ROW = frozenset(
 _PRODUCTS = {"MmBackward0": 0, "AddmmBackward0": 1}  # index of the input whose rows are the rows of the product
 _MOST_NODES = 64
 TIME_FIRST = "it is in a module with batch_first=False, which has positions first"
-UNPROVED = "rows lie in one dimension, and nothing proves their order"
+UNPROVED = "rows have one dimension, and their order by example is unknown"
 
 
 class BatchRows(NamedTuple):

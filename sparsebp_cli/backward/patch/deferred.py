@@ -28,7 +28,7 @@ class Deferred:
         return self._made
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"logits that are computed when they are read have no {name!r}: read output.logits")
+        raise AttributeError(f"logits are computed when they are read, and have no {name!r} before: read output.logits")
 
 
 def defer_logits(output: Any, compute: Callable[[], Tensor]) -> Any:

@@ -181,7 +181,9 @@ def check_free(name: str, module: nn.Module) -> None:
         raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
     if current is not None:
         own = getattr(current, "__qualname__", type(current).__name__)  # the repr of a method includes its module's
-        raise UnsupportedError(f"{name!r} has a forward of its own ({own}): exclude it or remove its hook")
+        raise UnsupportedError(
+            f"the forward of {name!r} was replaced ({own}): exclude the module, or remove the replacement"
+        )
 
 
 class ModulePlaces:

@@ -202,7 +202,7 @@ def test_a_forward_that_was_never_packed_says_so() -> None:
         for _ in range(2):
             hidden = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             engine.backward(model.lm_head(hidden.last_hidden_state).square().mean())
-        assert "no batch went through the forward of LlamaForCausalLM" in "".join(engine.report().notes)
+        assert "no training batch went through the forward of LlamaForCausalLM" in "".join(engine.report().notes)
         engine.backward(model(**batch).loss)
         assert "in 1 of 1 batches" in engine.notes["packing"]
 

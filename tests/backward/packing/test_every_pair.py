@@ -162,7 +162,7 @@ def test_checkpointing_of_an_encoder_decoder_computes_the_packed_rows_again(make
     model.zero_grad()
     with sbp.attach(model, "lossless") as engine:  # computes these batches plainly, and says so
         engine.backward(model(**batch).loss)
-        assert "reentrant checkpointing: give use_reentrant=False" in engine.notes["packing"]
+        assert "reentrant checkpointing: set use_reentrant=False" in engine.notes["packing"]
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if name in expected)
 
 
@@ -209,5 +209,5 @@ def test_an_encoder_decoder_with_nothing_to_leave_out_is_plain_bit_for_bit() -> 
 def test_an_encoder_decoder_without_a_language_model_is_refused_by_name() -> None:
     from transformers import BartModel
 
-    with pytest.raises(UnsupportedError, match="BartModel is an encoder and a decoder without the head"):
+    with pytest.raises(UnsupportedError, match="BartModel is an encoder-decoder without a language-model head"):
         sbp.attach(BartModel(bart().config).train(), "lossless")

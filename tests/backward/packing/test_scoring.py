@@ -138,7 +138,7 @@ def test_a_reference_that_is_the_model_is_refused_and_one_that_mixes_is_plain() 
     with pytest.raises(UsageError, match="reference must be another model"):
         sbp.attach(model, "lossless", reference=model)
     with sbp.attach(model, "lossless", reference=nn.Linear(2, 2)) as engine:
-        assert engine.notes[OF_REFERENCE].startswith("runs plainly: rows are packed in a model of transformers")
+        assert engine.notes[OF_REFERENCE].startswith("runs plainly: packing needs a model of transformers")
     with pytest.raises(UsageError, match="but no policy uses it"):
         sbp.attach(model, "dense", reference=tiny_model("llama"))
 

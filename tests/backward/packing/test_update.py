@@ -335,7 +335,7 @@ def test_the_report_says_so_where_nobody_names_the_micro_batches() -> None:
     model, batches = build(), split(make_rows(), 3, "answers")
     with attach(model) as engine:
         engine.backward(model(**batches[0]).loss)
-        assert "nobody has said which micro-batches make an update" in engine.notes["packing of updates"]
+        assert "pass the micro-batches of an update to engine.expect" in engine.notes["packing of updates"]
 
 
 def test_a_wrong_row_that_is_shared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_examples_first_then_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("policies", "options", "text"),
     [
-        ([SelectedTokens(**EXCESS)], {}, r"SelectedTokens compares with a reference: give attach\(reference=MODEL\)"),
+        ([SelectedTokens(**EXCESS)], {}, r"SelectedTokens needs a reference model: pass attach\(reference=MODEL\)"),
         ([SelectedTokens(**EXCESS)], {"reference": "austen"}, "reference must be a model or 'batch', got 'austen'"),
         ([SelectedTokens(score="loss", keep=0.5)], {"reference": "batch"}, "but no policy uses it"),
         ([TopK(keep=0.5)], {"reference": "batch"}, "but no policy uses it"),

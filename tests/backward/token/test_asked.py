@@ -50,7 +50,7 @@ def test_a_loss_that_goes_past_the_forward_is_refused(policy: Policy) -> None:
     model = Valued()
     with sbp.attach(model, [policy]) as engine:
         loss = model(random_ids())
-        with pytest.raises(UsageError, match=r"was not called: no forward of LlamaForCausalLM"):
+        with pytest.raises(UsageError, match=r"was not called: no training forward of LlamaForCausalLM"):
             engine.backward(loss)
         assert all(parameter.grad is None for parameter in model.parameters())
         with engine.disabled():

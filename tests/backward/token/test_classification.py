@@ -165,9 +165,9 @@ def test_without_labels_the_loss_is_the_callers() -> None:
 def test_what_cannot_be_chosen_in_a_classification_is_refused_by_name() -> None:
     model, (given, carries, _) = classifier(), inputs("none")
     for options in ({"score": "loss", "keep": 0.5}, {"score": "random", "keep": 0.5}):
-        with pytest.raises(UnsupportedError, match="among the labels of tokens, and LlamaForSequenceClassification"):
+        with pytest.raises(UnsupportedError, match="among labels of tokens, but LlamaForSequenceClassification"):
             sbp.attach(model, [sbp.make_policy("tokens", **options)])
-    with sbp.attach(model, [Carrying(trains=False)]), pytest.raises(UsageError, match="the loss of a classification"):
+    with sbp.attach(model, [Carrying(trains=False)]), pytest.raises(UsageError, match="the classification loss reads"):
         model(**given, carries=carries)
 
 

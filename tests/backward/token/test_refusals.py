@@ -117,7 +117,7 @@ def test_two_token_selectors_are_refused() -> None:
 def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
     model = decoder("llama")
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
-    with pytest.raises(UnsupportedError, match="ForCausalLMLoss, the model has <lambda>"):
+    with pytest.raises(UnsupportedError, match="ForCausalLMLoss only, but the model has <lambda>"):
         sbp.attach(model, [Marked()])
 
 

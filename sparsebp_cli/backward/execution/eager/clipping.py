@@ -16,8 +16,8 @@ from sparsebp_cli.errors import UsageError
 
 _WORDS = {
     "parameter": "the norm of each",
-    "previous": "the norm of all in the step before",
-    "exact": "the norm of all, for which a backward of its own runs first",
+    "previous": "the norm of all gradients in the previous step",
+    "exact": "the norm of all gradients, which an extra backward computes first",
 }
 
 

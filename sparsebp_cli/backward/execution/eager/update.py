@@ -142,7 +142,7 @@ class EagerUpdate(PassRunner):
         is_exact, keeps = self.clipping.by == "exact", bool(self._held())
         if keeps:
             self._engine.notes["eager accumulation"] = (
-                "update: eager: gradients of earlier micro-batches are kept for the last one's pass: no memory is saved"
+                "update: eager: saves no memory here: gradients of earlier micro-batches stay until the last one's pass"
             )
         # Accumulated gradients exist until the end anyway, so their total norm needs no extra pass.
         measures_first = is_exact and not keeps
@@ -180,7 +180,7 @@ class EagerUpdate(PassRunner):
         elif waited and self._engine.now().index > 0:
             self._engine.notes["eager wait"] = (
                 f"update: eager: {len(waited)} of {len(self._hooks)} parameters wait for the end of the backward, such "
-                f"as {waited[0]}: more of their gradient could have arrived until then"
+                f"as {waited[0]}: until then, they could have received more gradient"
             )
 
     def _update(self, parameter: Tensor, norm: Tensor) -> None:
@@ -233,8 +233,8 @@ class EagerUpdate(PassRunner):
             return
         if parameter in state.done:
             raise UsageError(
-                f"{self._name(parameter)} got another gradient after its update: it is used where neither the graph "
-                "nor the forward of the model shows it; use update='deferred'"
+                f"{self._name(parameter)} got another gradient after its update: the loss uses it in a way that "
+                "the engine could not see; use update='deferred'"
             )
         if parameter in state.waiting:
             return
@@ -255,8 +255,8 @@ class EagerUpdate(PassRunner):
         for parameter in module.parameters(recurse=False):
             if parameter in state.done:
                 raise UsageError(
-                    f"{self._name(parameter)} is needed again after its update: a use from which no gradient comes "
-                    "back is computed once more inside the backward (checkpointing does so); use update='deferred'"
+                    f"{self._name(parameter)} is needed again after its update: the backward recomputes a part that "
+                    "uses it without a gradient, as checkpointing does; use update='deferred'"
                 )
 
     def _finish(self, state: EagerPassState, parameter: Tensor) -> None:
@@ -331,8 +331,8 @@ def choose_update(
     part = EagerUpdate(model, optimizer, clipping)
     if set(model.parameters()).isdisjoint(PerParameterStep(optimizer).parameters):
         raise UsageError(
-            f"update='eager': the optimizer has no parameter of {type(model).__name__}: make it of model.parameters() "
-            "as they are now"
+            f"update='eager': the optimizer has no parameter of {type(model).__name__}: create it from the current "
+            "model.parameters()"
         )
     refuse_inseparable(optimizer)
     return [part]

@@ -32,7 +32,7 @@ class ArgumentSnapshot:
             if id(container) not in returned:
                 raise UnsupportedError(
                     f"segments: {where} changes a {type(container).__name__} among its arguments without returning it, "
-                    "and would change it again in the backward: let it return its additions"
+                    "and the backward would change it again: return the additions instead"
                 )
 
 
@@ -88,6 +88,6 @@ class NoGradientHook:
 
     def __call__(self, _: Tensor) -> NoReturn:
         raise UnsupportedError(
-            f"segments: the loss uses what {self._name!r} computes inside a segment, where there is no graph: "
-            "only outputs of segments, and the last segment, have one"
+            f"segments: the loss uses a tensor that {self._name!r} computes inside a segment, where no graph is kept: "
+            "use only outputs of segments, or tensors of the last segment"
         )

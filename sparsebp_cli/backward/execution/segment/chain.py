@@ -61,7 +61,7 @@ def segmented_backward(
     if not torch.is_grad_enabled():
         raise UsageError("segmented_backward needs gradients: call it outside torch.no_grad()")
     if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in tree_flatten(x)[0]):
-        raise UsageError("x was computed: give x.detach().requires_grad_(), and take its gradient out with store.pop")
+        raise UsageError("x is not a leaf: pass x.detach().requires_grad_(), and read its gradient with store.pop")
     runs: list[_SegmentRun] = []
     value, reaches = x, any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(x)[0])
     for number, part in enumerate(parts[:-1]):

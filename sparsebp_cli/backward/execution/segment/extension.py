@@ -112,8 +112,8 @@ class Segments(EngineExtension):
             return 0
         names = self._layers.names
         raise UnsupportedError(
-            f"segments: {names[modules.index(module)]!r} was run where {names[follows]!r} is the next layer: "
-            "layers that are skipped or run in another order cannot be cut"
+            f"segments: layer {names[modules.index(module)]!r} ran where {names[follows]!r} was expected: "
+            "segments do not support layers that are skipped or run in another order"
         )
 
     def _open(self, segment: range) -> RecordedForward:

@@ -272,7 +272,7 @@ class Switch:
         """Raise :class:`UnsupportedError` for an attention implementation that cannot run on parts of the rows."""
         for own in self._own:
             if own not in IMPLEMENTATIONS:
-                raise UnsupportedError(f"rows are packed with attention {' and '.join(IMPLEMENTATIONS)}, got {own!r}")
+                raise UnsupportedError(f"packing supports attention {' and '.join(IMPLEMENTATIONS)}, got {own!r}")
 
     @property
     def zeroes_padding(self) -> bool:

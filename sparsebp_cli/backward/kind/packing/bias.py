@@ -56,6 +56,7 @@ def find_biased(model: nn.Module) -> list[nn.Module]:
     for module in found:
         if "position_bias" not in inspect.signature(type(module).forward).parameters:
             raise UnsupportedError(
-                f"{type(module).__name__} computes a bias of positions for all pairs of its rows: they cannot be packed"
+                f"{type(module).__name__} computes a position bias for all pairs of rows and takes no position_bias: "
+                "packing does not support it"
             )
     return found

@@ -188,7 +188,7 @@ class PackedForward(ForwardOverride, Passes):
         """
         extension = self.extension
         if extension.pair is not None and find_reentrant(self._model) is not None:
-            counts.refuse("they are of an encoder and a decoder with reentrant checkpointing: give use_reentrant=False")
+            counts.refuse("the model is an encoder-decoder with reentrant checkpointing: set use_reentrant=False")
             return None
         if extension.pair is not None:
             return extension.pair.plan(given)
@@ -210,8 +210,8 @@ class PackedForward(ForwardOverride, Passes):
         weight_B = None if given.get(ARGUMENT) else self.extension.dead.weight_B
         if weight_B is not None and "labels" in given:
             raise UsageError(
-                "example_weight belongs to a loss of your own, and this forward computes the model's: leave its labels "
-                "out, or give engine.columns(loss_weight=...), which weighs that"
+                "example_weight is for a loss of your own, but this forward computes the model's: leave out its "
+                "labels, or weigh the model's loss by engine.columns(loss_weight=...)"
             )
         first = next(given[name] for name in BATCH if name in given)
         return find_weightless(self._model, (int(first.shape[0]), int(first.shape[1])), weight_B)
@@ -553,7 +553,7 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
     def run(hidden: Tensor) -> Any:
         if hidden.shape[:2] != (1, batch.layout.num_rows):
             raise UnsupportedError(
-                f"{type(stack).__name__} chooses what its pooler reads itself: rows cannot be packed"
+                f"{type(stack).__name__} selects the input of its pooler itself: packing does not support it"
             )
         return covered(batch.layout.spread(hidden[0]))
 

@@ -57,7 +57,9 @@ def spread_states(output: Any, layout: PackedLayout) -> dict[str, tuple[Tensor |
     """Return the hidden states of each layer in the shape of the plain forward, (B, T, D), if the output has any."""
     named = {id(state): name for name, state in states_of(output).items()}
     if any(state.shape[:2] != (1, layout.num_rows) for state in states_of(output).values()):
-        raise UnsupportedError("the hidden states of this model are not one row a position: leave them out")
+        raise UnsupportedError(
+            "the hidden states of this model do not have one row per position: leave out output_hidden_states"
+        )
     states: Sequence[Tensor | None] = getattr(output, "hidden_states", None) or ()
     spread = tuple(None if h is None else layout.spread(h[0], named[id(h)]) for h in states)
     return {"hidden_states": spread} if spread else {}

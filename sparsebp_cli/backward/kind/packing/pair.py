@@ -88,7 +88,7 @@ class PairPacking:
         self.encoder, self.decoder = model.get_encoder(), model.get_decoder()
         parts: tuple[Any, ...] = (self.encoder, self.decoder, model.get_output_embeddings())
         if any(not isinstance(part, nn.Module) for part in parts) or self.encoder is model or self.decoder is model:
-            raise UnsupportedError(f"{name} is an encoder and a decoder without the head of a language model")
+            raise UnsupportedError(f"{name} is an encoder-decoder without a language-model head, which packing needs")
         self._layers: list[nn.Module] = []
         for stack, num_attentions in ((self.encoder, 1), (self.decoder, 2)):
             check_free("the encoder or the decoder", stack)
@@ -99,7 +99,7 @@ class PairPacking:
                 )
             if not layers or "position_embeddings" in inspect.signature(type(layers[0]).forward).parameters:
                 raise UnsupportedError(
-                    f"{name} rotates positions in its layers: packing is not supported for these pairs"
+                    f"{name} uses rotary position embeddings: packing does not support them in an encoder-decoder"
                 )
             self._layers.append(layers[0])
         self.head = model.get_output_embeddings()
@@ -250,6 +250,6 @@ def shift_labels(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
     shift = vars(sys.modules[type(model).__module__]).get("shift_tokens_right")
     if shift is None:
         name = type(model).__name__
-        raise UnsupportedError(f"{name} does not say how its decoder reads labels: give decoder_input_ids")
+        raise UnsupportedError(f"{name} has no function that shifts labels for its decoder: pass decoder_input_ids")
     ids: Tensor = shift(labels_BT, config.pad_token_id, config.decoder_start_token_id)
     return ids

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING_SEEN = (
-    "no batch went through the forward of {} in training: what calls a part of it, or another forward, runs plainly"
+    "no training batch went through the forward of {}: calls of its parts, or of another forward, run plainly"
 )
 _EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 
@@ -234,7 +234,7 @@ class PackingPlanner(PackedModel):
         causal = self.is_causal is not False
         if not causal and self._reads_first and not real[:, 0].all():
             self.engine.notes["first position"] = (
-                "what is above the layers reads the first position, which is padding in examples padded on the left: "
+                "a module above the layers reads the first position, which is padding in examples padded on the left: "
                 "their batches run the plain step; pad on the right"
             )
             return None

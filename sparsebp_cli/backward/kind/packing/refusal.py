@@ -108,12 +108,12 @@ def refuse_batch(model: PreTrainedModel, facts: BatchFacts, largest: int) -> str
     ``largest`` is the largest position number among the rows to compute.
     """
     if facts.trains_gaps:
-        return "an output is read at a masked position behind the first real one, which attends to those before it"
+        return "the loss reads an output at a masked position after the first real one, which attends to earlier ones"
     if facts.has_fractions:
-        return "position numbers are not whole"
+        return "position numbers are not whole numbers"
     config = model.config.get_text_config()
     if largest != facts.largest and (limit := _find_rope_limit(config)) is not None and facts.largest >= limit:
-        return f"position numbers reach {facts.largest}, from which on rotary embeddings depend on the largest one"
+        return f"position numbers reach {facts.largest}, where rotary embeddings depend on the batch's largest position"
     return ""
 
 
@@ -156,7 +156,7 @@ def find_model(model: nn.Module) -> PreTrainedModel:
         if loaded is not None and isinstance(module, loaded.PreTrainedModel):
             found: PreTrainedModel = module
             return found
-    raise UnsupportedError(f"rows are packed in a model of transformers, got {type(model).__name__}")
+    raise UnsupportedError(f"packing needs a model of transformers, got {type(model).__name__}")
 
 
 def find_text(model: PreTrainedModel) -> nn.Module:
@@ -177,9 +177,9 @@ def _has_text_part(model: PreTrainedModel) -> bool:
 def find_whole(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:
     """Return why a batch with these arguments needs the plain forward; empty if it does not."""
     if picture := find_picture(model, given, known):
-        return f"they have {picture}, and a batch with pictures or sound is computed whole"
+        return f"they have {picture}, and packing does not support batches with pictures or sound"
     asked = (name for name in sorted(OUTPUTS - set(known)) if given.get(name, getattr(model.config, name, False)))
-    return next((f"their forward is asked for {name}, which packed rows do not have" for name in asked), "")
+    return next((f"the script requests {name}, which a packed forward does not return" for name in asked), "")
 
 
 def find_picture(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:

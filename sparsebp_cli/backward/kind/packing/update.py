@@ -259,7 +259,9 @@ class UpdatePlan:
     def _leaves(self, segment: int) -> KeptRows:
         leaves = self.held[segment].leaves
         if leaves is None:
-            raise UsageError("a micro-batch ran again after the backward of the rows that it shares with others")
+            raise UsageError(
+                "a micro-batch ran again after the backward of the rows that it shares with other micro-batches"
+            )
         return leaves
 
     def _run(
@@ -279,7 +281,7 @@ class UpdatePlan:
         collected: Collected = {}
         hidden = run(layout, [rows_of(s) for s in chain], collected)
         if any(len(pairs) > 1 for pairs in collected.values()):
-            raise UnsupportedError("a layer calls attention twice: its rows can be shared only within a micro-batch")
+            raise UnsupportedError("a layer calls attention twice, so micro-batches cannot share its rows")
         keys = {module: pairs[0] for module, pairs in collected.items()}
         row_R = torch.from_numpy(np.flatnonzero(held.read)).to(device)
         return KeptRows(keys, layout.take(hidden, row_R, [hidden[:, :0]]) if len(row_R) else None)
@@ -350,9 +352,9 @@ class HeldRows:
     def describe(self) -> str:
         """Return a sentence for the report."""
         if self.refused:
-            return f"prefixes are shared within each batch alone: not supported with {self.refused}"
+            return f"prefixes are shared only within each batch: more is not supported with {self.refused}"
         if not self.updates:
-            return "prefixes are shared within each batch alone: nobody has said which micro-batches make an update"
+            return "prefixes are shared only within each batch: pass the micro-batches of an update to engine.expect"
         if not self.shared:
             return f"the micro-batches of {self.updates} updates have no prefix in common"
         alone = f"; {self.alone} micro-batches read positions that were not announced, and ran alone"

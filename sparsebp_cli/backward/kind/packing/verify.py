@@ -67,8 +67,7 @@ class Check:
         if self.guilty == "plain":
             return (
                 f"the plain step is wrong: outputs of examples in its batch differ by {self.from_alone:.1e} from those "
-                "of the examples alone, which the packed step gives and which is used (`sparsebp audit --examples` "
-                "says where they mix)"
+                "of each example alone, so the packed step is used (`sparsebp audit --examples` shows where they mix)"
             )
         if self.guilty == "packed":
             return f"outputs of packed examples differ by {self.from_alone:.1e} from those of the examples alone"
@@ -76,8 +75,8 @@ class Check:
             what = "the packed gradient differs" if self.compared == "gradient" else "outputs of packed examples differ"
             return f"{what} from the plain one by {self.error:.1e} (limit {self.limit:.0e})"
         return (
-            f"a row that is read differs from the plain one by {self.row_error:.1e}, where rounding explains "
-            f"{self.row_limit:.0e}"
+            f"an output that the loss reads differs from the plain one by {self.row_error:.1e}, but rounding explains "
+            f"only {self.row_limit:.0e}"
         )
 
 

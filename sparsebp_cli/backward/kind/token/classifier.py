@@ -25,8 +25,8 @@ def check_selector(policy: TokenSelector, decoder: Decoder) -> None:
     """Raise :class:`UnsupportedError` for a selector that may not train every target."""
     if policy.needs or policy.budget != 1.0:
         raise UnsupportedError(
-            f"{type(policy).__name__} chooses among the labels of tokens, and {type(decoder.model).__name__} has one "
-            "label an example: give score: mask without keep, and choose by carry which positions carry gradient"
+            f"{type(policy).__name__} chooses among labels of tokens, but {type(decoder.model).__name__} has one label "
+            "per example: set score: mask without keep, and choose with carry which positions carry gradient"
         )
 
 
@@ -51,7 +51,7 @@ def read_positions(model: nn.Module, arguments: Mapping[str, object]) -> Tensor:
 def check_choice(policy: TokenSelector, marks: PositionMask) -> None:
     """Raise :class:`UsageError` unless every position that the loss reads is trained."""
     if not bool((marks.trained == marks.target).all()):
-        raise UsageError(f"{type(policy).__name__} leaves out positions that the loss of a classification reads")
+        raise UsageError(f"{type(policy).__name__} leaves out positions that the classification loss reads")
 
 
 def run_head(

@@ -242,7 +242,7 @@ class DecoderOverride(ForwardOverride):
         assert num_items is None or isinstance(num_items, Tensor | int | float)
         if choice.weight_BT is not None and not given:
             raise UsageError(
-                f"{type(policy).__name__} weighs the losses of tokens, which are the model's own: pass it the labels"
+                f"{type(policy).__name__} weighs the model's own loss of each token: pass labels to the forward"
             )
         if isinstance(self.covered, PacksRows):
             self.extension.remember(None, labels.shape[1])

@@ -30,7 +30,7 @@ def check_loss(model: nn.Module) -> None:
     if not has_causal_loss(model):
         function = loss_function_of(model)
         name = getattr(function, "__name__", repr(function))
-        raise UnsupportedError(f"token selection computes transformers' ForCausalLMLoss, the model has {name}")
+        raise UnsupportedError(f"token selection supports transformers' ForCausalLMLoss only, but the model has {name}")
 
 
 def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, object]) -> None:
