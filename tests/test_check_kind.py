@@ -179,7 +179,7 @@ def _draws_globally(depth: Any, patch: pytest.MonkeyPatch) -> Policy:
     ("breaks", "promise"),
     [
         (_leaves_a_hook, "detach leaves something behind: modules"),
-        (_does_nothing, "says it is not exact, and trains as dense does"),
+        (_does_nothing, "says it is not exact, but trains as dense does"),
         (_ignores_disabled, "a disabled engine computes another loss"),
         (_overclaims, "FLOPs of a backward, but"),
         (_claims_another_draw, "FLOPs of a backward, but"),
@@ -202,7 +202,7 @@ def test_a_broken_promise_of_an_extension_is_named(
     [
         ({"suite": ""}, "has no suite"),
         ({"suite": "sparsebp_depth.suite:nothing"}, "cannot be imported: AttributeError"),
-        ({"extensions": ()}, "nothing carries its policies out"),
+        ({"extensions": ()}, "no code applies its policies"),
     ],
     ids=str,
 )

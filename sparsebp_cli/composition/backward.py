@@ -51,32 +51,32 @@ class BackwardOptions(BaseModel):
         "fast", description="fast multiplies only what was selected; reference masks the gradient and multiplies all."
     )
     sites: Annotated[Sites, *FormerToo] = Field(
-        "linears", description="Where policies are asked: every linear, or node of the graph."
+        "linears", description="Where policies act: at every linear layer, or at every node of the graph."
     )
     exclude: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
     )
     update: Update = Field(
         "deferred",
-        description="When parameters change. deferred: after the backward pass. eager: inside it, each when its "
-        "gradient is complete, which is then freed.",
+        description="When the optimizer updates parameters. deferred: after the backward pass. eager: inside it, "
+        "as soon as a parameter's gradient is complete; the gradient is then freed.",
     )
     eager_clip: EagerClip | None = Field(
         None,
-        description="With update: eager, the norm by which training.max_grad_norm clips. parameter: each gradient's "
-        "own. previous: that of all gradients in the step before. exact: that of all, found by a backward of its own.",
+        description="With update: eager, the norm that training.max_grad_norm clips. parameter: the norm of each "
+        "gradient. previous: of all gradients in the previous step. exact: of all gradients, from an extra backward.",
     )
     checkpointing: Annotated[Checkpointing, *FormerToo] = Field(
         "none",
-        description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer "
-        "is computed again.",
+        description="What the forward keeps for the backward. none: all that the backward reads. full: only each "
+        "layer's input, so that the backward computes every layer again.",
     )
     segments: (
         Annotated[int, Field(ge=1)] | Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)] | None
     ) = Field(
         None,
-        description="In how many parts of the layers forward and backward are run, or the names of the first module of "
-        "each: their inputs are kept, and all but the last part are computed again. null: in one.",
+        description="Number of parts into which the layers are cut, or the first module of each part. The forward "
+        "keeps only the inputs of parts, and the backward computes all but the last part again. null: one part.",
     )
 
     @classmethod

@@ -18,12 +18,12 @@ OWN_LOOP = (
         options={"loop": ("trainer",)},
     ),
     not_in_trainer(
-        "{policy} keeps something for each example of the data, and a Trainer's batches do not say which these are; "
+        "{policy} keeps state for each training example, but a Trainer's batches do not identify their examples; "
         "run a recipe, or your own loop with attach(num_examples=...)",
         facts={"reads_rows": (True,)},
     ),
     Rule(
-        "{update} needs optimizer=: the one that updates the model's parameters",
+        "{update} needs the argument optimizer=, the optimizer of the model's parameters",
         options={"update": ("eager",), "optimizer": ABSENT, "loop": ("own",)},
         blame="update",
     ),

@@ -132,14 +132,14 @@ OPTIONS = (
         blame="optim",
     ),
     Rule(
-        "{optim} needs the first factor of each adapter as it was drawn: give a policy that freezes it, a "
-        "ParameterSelector with *lora_A*",
+        "{optim} needs the initial first factor (lora_A) of each adapter: give a policy that freezes *lora_A*, a "
+        "ParameterSelector",
         options={"optim_of_adapters": (True,), "chooses_parameters": (False,)},
         blame="optim",
     ),
     Rule(
-        "{optim} has moments in the projection of a saver of inputs: give a policy that projects features and keeps "
-        "its matrix for several steps, by its option interval",
+        "{optim} keeps moments in the projection of an input saver: give a policy that projects features, and set its "
+        "option interval",
         options={"optim_of_projections": (True,), "keeps_projections": (False,)},
         blame="optim",
     ),

@@ -15,8 +15,8 @@ def make_phase_rules(shortens: Conditions) -> tuple[Rule, ...]:
             blame="sharding",
         ),
         Rule(
-            "{policy} makes trial passes at a fraction of the training: not supported in a schedule, whose phase may "
-            "be another part of it",
+            "{policy} makes trial passes at a fraction of the whole training, which a schedule of phases does not "
+            "support: leave the schedule out, or give another policy",
             policy={"has_trials": (True,)},
             options={"phases": SEVERAL},
         ),

@@ -66,8 +66,8 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
             policy={"stateful": (True,), **_of(known, lambda kind: not kind.keeps_state)},
         ),
         Rule(
-            "{policy} asks for trial passes, which are built for block droppers, layer samplers, part selectors and "
-            "input savers alone",
+            "{policy} requests trial passes, which only block droppers, layer samplers, part selectors and input "
+            "savers support",
             policy={
                 "has_trials": (True,),
                 **{aspect.fact: (False,) for aspect in known.aspects if aspect.makes_trials},
@@ -112,7 +112,7 @@ def _make_backward_rules(without: Conditions) -> tuple[Rule, ...]:
             options={"checkpointing": ("full",)},
         ),
         Rule(
-            "{policy} with {float8} is not supported: weights are shifted by less than float8 rounds",
+            "{policy} with {float8} is not supported: the policy shifts weights by less than the rounding of float8",
             policy=without,
             options={"float8": GIVEN},
         ),

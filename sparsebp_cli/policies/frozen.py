@@ -66,30 +66,31 @@ class Frozen(ParameterSelector):
     )
     learning_rate: Literal["step", "turn", "cycle"] = Field(
         "step",
-        description="How often the learning rate follows its schedule: at each step, or with the first step of each "
-        "turn or of each round through all layers, and not until the next.",
+        description="How often the learning rate follows its schedule. step: at each step. turn: at the first step of "
+        "each turn. cycle: at the first step of each round through all layers.",
     )
 
     cache: Literal["memory", "disk"] | None = Field(
         None,
-        description="Where the output of the frozen lowest layers is kept for each example, so that later epochs need "
-        "not compute it. Embeddings must be frozen, too, and nothing may be drawn anew at a visit (dropout, gaps). "
-        "disk: in the training's folder. null: it is computed at each visit.",
+        description="Where to keep the output of the frozen lowest layers for each example, so that later epochs reuse "
+        "it. Embeddings must be frozen, too, and nothing may be random at a visit (dropout, gaps). disk: in the "
+        "training's folder. null: nowhere; the layers run at each visit.",
     )
     cache_dtype: Literal["exact", "bfloat16", "int8"] = Field(
         "exact",
-        description="How it is kept. exact: every bit, so nothing else changes. bfloat16 or int8: rounded, at the "
-        "first visit as well, with an error that the run measures.",
+        description="How the cache keeps outputs. exact: every bit, so results do not change. bfloat16 or int8: "
+        "rounded, at the first visit as well; the run measures the error.",
     )
     cache_padding: Literal["keep", "drop"] = Field(
         "keep",
-        description="keep: an example is known again in batches of the same padded length, and every bit is that of "
-        "training without cache. drop: its frozen layers run once on its own, without padding, and it is known in "
-        "every batch; that rounds otherwise than a batch does.",
+        description="keep: reuse an output only in batches of the same padded length; results are bit-identical to "
+        "training without cache. drop: run the frozen layers once for each example alone, without padding, and reuse "
+        "the output in every batch; rounding differs from that of a batch.",
     )
     cache_bytes: PositiveInt = Field(
         2**30,
-        description="Bytes of all that is kept; the output of an example that does not fit is computed each time.",
+        description="Largest size of the cache in bytes; the frozen layers run at each visit of an example that "
+        "does not fit.",
     )
 
     @model_validator(mode="after")

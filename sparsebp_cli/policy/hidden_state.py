@@ -10,7 +10,7 @@ from functools import cached_property
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.contract import Policy
 
-_WHY = "which no checkpoint holds: use immutable options, and declare state by Stateful"
+_WHY = "which no checkpoint saves: use immutable options, and derive from Stateful for state"
 
 
 def find_hidden_state(policy_class: type[Policy]) -> str:
@@ -25,7 +25,7 @@ def find_hidden_state(policy_class: type[Policy]) -> str:
         for name, value in vars(above).items():
             if not name.startswith(("__", "_abc_", "model_")) and _can_change(value):
                 kind = type(value).__name__
-                return f"has a class attribute {name!r} that can change ({kind}), {_WHY}; a constant is a tuple"
+                return f"has a class attribute {name!r} that can change ({kind}), {_WHY}; use a tuple for a constant"
     return ""
 
 

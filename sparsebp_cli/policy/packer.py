@@ -58,25 +58,25 @@ class BatchPacker(Policy):
 
     labels: bool = Field(
         True,
-        description="Leave out what follows the last label of an example. The head of a language model runs for "
-        "positions with a label only, whatever this says.",
+        description="Skip the positions after the last label of an example. In any case, a language-model head "
+        "runs only for positions with a label.",
     )
     prefixes: Literal["share", "update", "separate"] = Field(
         "share",
-        description="share: the tokens that several examples of a batch begin with are computed once. update: once for "
-        "all micro-batches of an optimizer step, which a recipe arranges for it. separate: each example has rows of "
-        "its own.",
+        description="share: compute a prefix that several examples of a batch have in common once. update: compute it "
+        "once for all micro-batches of an optimizer step, which a recipe arranges. separate: compute it in each "
+        "example.",
     )
     verify: Literal["never", "first", "always"] = Field(
         "first",
-        description="When the gradient is compared with that of the plain step. first: at the first batch, and at "
-        "each that is longer, larger or otherwise arranged than all before it.",
+        description="When to compare the gradient with that of the plain step. first: at the first batch, and at each "
+        "batch that is longer, larger or arranged in another way than all earlier ones.",
     )
 
     logits: Literal["tiles", "whole"] = Field(
         "tiles",
-        description="tiles: where that holds fewer bytes, the head and the model's own loss run for a part of the rows "
-        "at a time, and the logits of all rows are computed when somebody reads them. whole: they are held.",
+        description="tiles: if it needs less memory, run the head and the model's own loss for a part of the rows at a "
+        "time, and compute the logits of all rows only when the script reads them. whole: keep all logits.",
     )
 
     @property
@@ -128,7 +128,7 @@ BATCH_PACKER = Kind(
             options={"fused_head": (False,)},
         ),
         Rule(
-            "{other} and {policy} in one forward is built for mode: exact alone: set it, or give one of them",
+            "{other} and {policy} in one forward is supported only in mode: exact: set it, or give one of them",
             why="Modes detach and stop make constants of rows by example and position.",
             other={"kind": ("TokenSelector",), "mode": ("detach", "stop")},
         ),

@@ -45,13 +45,13 @@ REFERENCE_READER = Kind(
     facts=lambda policy: {"compares": policy.reads_reference, "reference": policy.reference},
     limits=(
         Rule(
-            "{policy} compares with a reference: give its option reference, a model by name or path",
+            "{policy} needs a reference model: set its option reference to the name or path of a model",
             policy={"compares": (True,), "reference": ABSENT},
             options={"loop": ("worker",)},
         ),
         Rule(
-            "{policy} compares with another reference than a policy of another phase: give one reference and one "
-            "reference_scores in the whole schedule",
+            "{policy} has another reference model than a policy of another phase: give one reference and one "
+            "reference_scores for the whole schedule",
             policy={"compares": (True,)},
             options={"phases": SEVERAL, "references": SEVERAL},
         ),

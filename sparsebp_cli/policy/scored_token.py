@@ -44,14 +44,16 @@ class ScoredTokenSelector(TokenSelector):
     )
     carry: Literal["trained", "real", "column", "random"] = Field(
         "trained",
-        description="Positions that carry gradient in modes detach and stop: the trained ones alone, or with them all "
-        "but padding, those that carry_column marks, or random ones.",
+        description="Positions that carry gradient in modes detach and stop. trained: only the trained ones. In "
+        "addition to these: real: all but padding. column: those that carry_column marks. random: random ones.",
     )
     carry_column: str | None = Field(
         None, description="Column of the data that marks the tokens at which gradient is carried."
     )
     carry_keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Share of each example's positions that carry: random carries, with the trained ones."
+        None,
+        description="With carry: random, the fraction of each example's positions that carry gradient, beside the "
+        "trained ones.",
     )
 
     @model_validator(mode="after")
@@ -67,7 +69,9 @@ class ScoredTokenSelector(TokenSelector):
         if (self.carry == "random") != (self.carry_keep is not None):
             raise ValueError("carry: random and carry_keep go together: give both or neither")
         if self.carry != "trained" and self.mode == "exact":
-            raise ValueError(f"carry: {self.carry} needs mode: detach or stop; in exact all carry gradient")
+            raise ValueError(
+                f"carry: {self.carry} needs mode: detach or stop; in mode: exact all positions carry gradient"
+            )
         return self
 
     @abstractmethod

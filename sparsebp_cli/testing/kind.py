@@ -148,11 +148,12 @@ def _loss_of_network(model: nn.Module, batch: int) -> Tensor:
 
 def _check_record(kind: Kind) -> None:
     require(
-        inspect.isabstract(kind.policy), f"{kind.name}: is not abstract: a kind asks a question that policies answer"
+        inspect.isabstract(kind.policy), f"{kind.name}: is not abstract: policies that derive from it make the decision"
     )
     require(issubclass(kind.policy, Policy), f"{kind.name}: does not derive from Policy")
     require(bool(kind.suite), f"{kind.name}: has no suite")
-    require(bool(kind.extensions) or kind.by_worker or kind.at_sites, f"{kind.name}: nothing carries its policies out")
+    text = f"{kind.name}: no code applies its policies: give extensions, by_worker or at_sites"
+    require(bool(kind.extensions) or kind.by_worker or kind.at_sites, text)
     names = [name for _, name in kind.extensions]
     for name in (*names, kind.suite, kind.places, kind.adapter):
         if name:
@@ -164,7 +165,7 @@ def _check_record(kind: Kind) -> None:
             require(callable(found), f"{kind.name}: {name} cannot be called")
     above = [base for base in kind.policy.__mro__[1:] if base is not object]
     hidden = [name for name in kind.policy.model_fields if name in Policy.model_fields]
-    require(not hidden and Policy in above, f"{kind.name}: replaces options of every policy: {', '.join(hidden)}")
+    require(not hidden and Policy in above, f"{kind.name}: redefines options of every policy: {', '.join(hidden)}")
 
 
 def _check_refusals(kind: Kind, policy: Policy) -> None:
@@ -180,9 +181,9 @@ def _check_refusals(kind: Kind, policy: Policy) -> None:
             {name: _pick(wanted) for name, wanted in rule.options.items()},
         )
         texts = [refusal.text for refusal in find_refusals(setup) if _is_same(refusal.rule, rule)]
-        require(bool(texts), f"{kind.name}: a limit refuses nothing: {rule.text!r}")
+        require(bool(texts), f"{kind.name}: a limit refuses no combination: {rule.text!r}")
         named = label in texts[0] and "\n" not in texts[0] and (not others or "Other" in texts[0])
-        require(named, f"{kind.name}: a limit does not name whom it refuses: {texts[0]!r}")
+        require(named, f"{kind.name}: the error of a limit does not name the policies that it refuses: {texts[0]!r}")
 
 
 def _is_same(one: Rule, other: Rule) -> bool:
@@ -208,8 +209,8 @@ def _check_training(policy: Policy, trial: _Trial, dense: list[Tensor]) -> None:
         # Each step may be dense by chance. Try so many steps that a policy with one sparse step in OFTEN shows one.
         num_seeds = ceil(enough(1 / OFTEN) / NUM_STEPS)
         others = (_measure_distance(trial.train(policy, seed=seed), dense, trial) for seed in range(1, num_seeds))
-        text = f"{name}: says it is not exact, and trains as dense does in {num_seeds * NUM_STEPS} steps"
-        require(any(other > EXACT for other in others), f"{text}: nothing carries it out")
+        text = f"{name}: says it is not exact, but trains as dense does in {num_seeds * NUM_STEPS} steps"
+        require(any(other > EXACT for other in others), f"{text}: no code applies its decisions")
 
 
 def _measure_distance(found: list[Tensor], dense: list[Tensor], trial: _Trial) -> float:

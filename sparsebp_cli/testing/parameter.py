@@ -106,7 +106,8 @@ def _check_gradients(policy: ParameterSelector) -> None:
     for index, (gradients, state) in enumerate(_gradients(policy, NUM_STEPS)):
         chosen = frozenset(policy.select(_parameters(), replace(_at(policy, index), state=state)))
         for name, gradient in gradients.items():
-            require((gradient is not None) == (name in chosen), f"{name_of(policy)}: {name} at step {index}")
+            text = f"{name_of(policy)}: at step {index}, {name} must have a gradient exactly if select returned it"
+            require((gradient is not None) == (name in chosen), text)
             if gradient is not None and index == 0:
                 require(equal([gradient], [_given(dense[name])]), f"{name_of(policy)}: {name} differs from dense")
 

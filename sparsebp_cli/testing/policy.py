@@ -34,7 +34,9 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
     _check_control(made)
     kind = find_kind(made)
     if kind is None or not kind.suite:
-        raise AssertionError(f"{policy_class.__name__} is of no kind that has a suite")
+        raise AssertionError(
+            f"{policy_class.__name__} has no kind with a test suite: derive it from a kind, such as GradientSelector"
+        )
     load(kind.suite)(made)
     if isinstance(made, GradientSelector) and "keep" in policy_class.model_fields:
         check_keep_all(_make(policy_class, options | {"keep": 1.0}))
@@ -74,7 +76,7 @@ def _check_control(policy: Policy) -> None:
     kind = find_kind(policy)
     same = type(policy) if kind is None else kind.policy
     require(isinstance(control, same), f"{name}: its control makes another decision: it is not a {same.__name__}")
-    require(control.control is None, f"{name}: its control has a control: it must itself draw at random")
+    require(control.control is None, f"{name}: its control has a control itself: name a policy that draws at random")
     budgets = (getattr(policy, "budget", None), getattr(control, "budget", None))
     require(budgets[0] == budgets[1], f"{name}: its budget is {budgets[0]}, its control's {budgets[1]}")
 

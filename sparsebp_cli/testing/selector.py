@@ -74,7 +74,7 @@ def _check_selection(policy: GradientSelector) -> None:
         declared = (policy.selection,) if split is None else tuple(split)
         require(
             isinstance(chosen, Split) == (split is not None) or chosen is None,
-            f"{name_of(policy)}: selects by {type(chosen).__name__}, but says split: {split}",
+            f"{name_of(policy)}: returns {type(chosen).__name__}, but declares split: {split}",
         )
         for part, kind in zip(parts_of(chosen, len(declared)), declared, strict=True):
             _check_part(name_of(policy), part, kind, grad_NO)
@@ -83,7 +83,7 @@ def _check_selection(policy: GradientSelector) -> None:
 def _check_part(name: str, selection: Selection | None, declared: type[Selection] | None, grad_NO: Tensor) -> None:
     kind = type(selection) if selection is not None else None
     says = "None" if declared is None else declared.__name__
-    require(kind in (None, declared), f"{name}: selects by {type(selection).__name__}, but says {says}")
+    require(kind in (None, declared), f"{name}: returns {type(selection).__name__}, but declares {says}")
     if isinstance(selection, TwoToFour):
         _check_two_to_four(name, selection, grad_NO)
     elif isinstance(selection, Groups):

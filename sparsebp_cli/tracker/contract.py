@@ -131,7 +131,7 @@ def find_tracker(name: str) -> Tracker:
         raise UsageError(f"tracker {name!r} is {tell_home('sparsebp-tools')}")
     if not found:
         names = list_trackers()
-        more = " (MLflow has every run without being named)" if name == STORE else did_you_mean(name, names)
+        more = " (MLflow records every run: leave it out)" if name == STORE else did_you_mean(name, names)
         raise UsageError(f"unknown tracker {name!r}, allowed: {', '.join(names) or 'none is installed'}{more}")
     if len(found) > 1:
         raise UsageError(f"tracker {name!r} is registered more than once, by {' and '.join(sorted(found))}")

@@ -87,7 +87,7 @@ def one_line(error: BaseException) -> str:
     line = mask(first_line(error))
     line = line if len(line) <= LONGEST_LINE else (line[:LONGEST_LINE].rpartition(" ")[0] or line[:LONGEST_LINE])
     proxy = "proxy" in line.lower() or any("proxy" in type(one).__name__.lower() for one in _causes(error))
-    return f"{line}; a proxy of this shell was asked: NO_PROXY=HOST goes past it" if proxy else line
+    return f"{line}; the request went through a proxy of this shell: set NO_PROXY=HOST to bypass it" if proxy else line
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -350,7 +350,7 @@ class MeasuresElsewhere(Momentum):
     [
         (MeasuresByChance(), "measure uses a global random generator"),
         (MeasuresInPlace(), "measure returns other values when called again"),
-        (MeasuresNothing(), "observes SiteGradient, and measures nothing of it"),
+        (MeasuresNothing(), "observes SiteGradient, but measures nothing of it"),
         (MeasuresElsewhere(), "observes WeightGradient, which a policy of its kind is not shown"),
     ],
 )

@@ -166,11 +166,19 @@ def test_what_a_policy_declares_holds_at_every_step_of_its_schedule(keep: dict[s
         ("topk", {"keep": {"to": 0.5}}, "keep.from: missing"),
         ("topk", {"keep": {**FALL, "by": "cosin"}}, "keep.by: .*did you mean cosine"),
         ("topk", {"keep": {**FALL, "over": 2.0}}, "keep.over: must be at most 1, got 2.0"),
-        ("topk", {"keep": FALL, "keep_warmup_steps": 2}, "keep_warmup_steps: lets keep fall by itself"),
-        ("topk", {"keep": 0.5, "keep_warmup_steps": FALL}, "keep_warmup_steps: follows no schedule: only"),
-        ("frozen", {"turn": "layers", "every": FALL}, "every: follows no schedule: only options that are real numbers"),
-        ("uniform", {"start": {"from": 0.1, "to": 0.2}}, "start: follows no schedule: it says itself when"),
-        ("lossless", {"verify": {"from": 0.1, "to": 0.2}}, "verify: follows no schedule: this kind"),
+        ("topk", {"keep": FALL, "keep_warmup_steps": 2}, "keep_warmup_steps: already changes keep over the training"),
+        ("topk", {"keep": 0.5, "keep_warmup_steps": FALL}, "keep_warmup_steps: cannot follow a schedule: only"),
+        (
+            "frozen",
+            {"turn": "layers", "every": FALL},
+            "every: cannot follow a schedule: only options that are real numbers",
+        ),
+        (
+            "uniform",
+            {"start": {"from": 0.1, "to": 0.2}},
+            "start: cannot follow a schedule: this option itself says when",
+        ),
+        ("lossless", {"verify": {"from": 0.1, "to": 0.2}}, "verify: cannot follow a schedule: this kind"),
     ],
 )
 def test_a_wrong_schedule_is_refused_by_the_name_of_its_option(name: str, options: Any, text: str) -> None:
@@ -179,5 +187,7 @@ def test_a_wrong_schedule_is_refused_by_the_name_of_its_option(name: str, option
 
 
 def test_a_schedule_needs_the_length_of_the_training() -> None:
-    with pytest.raises(UsageError, match=r"TopK: keep follows a schedule over the training: give attach\(num_steps"):
+    with pytest.raises(
+        UsageError, match=r"TopK: keep follows a schedule: pass the number of steps to attach\(num_steps"
+    ):
         sbp.attach(make_model(), {"name": "topk", "keep": FALL})

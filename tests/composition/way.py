@@ -232,4 +232,6 @@ def _find_packing_refusal(first: Way, second: Way) -> str:
     both = f"{_class_of(first)} and {_class_of(second)} in one forward is"
     if other.question != "TokenSelector":
         return f"{both} not supported: give one of them"
-    return "" if other.policy["mode"] == "exact" else f"{both} built for mode: exact alone: set it, or give one of them"
+    if other.policy["mode"] == "exact":
+        return ""
+    return f"{both} supported only in mode: exact: set it, or give one of them"

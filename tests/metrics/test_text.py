@@ -144,7 +144,8 @@ def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
 
     metric = TextMetric(compute, {"longest": Figure("lower", is_mean=True)})
     with pytest.raises(
-        DataError, match="declares longest to be the mean over texts, but all texts give 4 and their mean is 3"
+        DataError,
+        match="declares longest as a mean over texts, but all texts together give 4, and the mean of single texts is 3",
     ):
         metric.measure_each("mine", ["four", "ab"], ["", ""], {"row": [1, 2]})
 

@@ -64,7 +64,7 @@ class TakesMore(Given):
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        (Private, "Private keeps state in its private attribute '_past', which no checkpoint holds"),
+        (Private, "Private keeps state in its private attribute '_past', which no checkpoint saves"),
         (Below, "Below keeps state in its private attribute '_past'"),
         (Listed, r"Listed has a class attribute 'seen' that can change \(list\)"),
         (Tensors, r"Tensors has a class attribute 'past' that can change \(Tensor\)"),

@@ -148,8 +148,8 @@ def test_what_is_wrong_in_a_phase_is_one_line_with_its_place(refuse: Refuse, old
         (
             "{name: dropbp, keep: 0.5, sensitivity_at: 0.5}",
             "training.seed=0",
-            "schedule.1.policy.0.name: 'dropbp' makes trial passes at a fraction of the training: not supported in "
-            "a schedule, whose phase may be another part of it",
+            "schedule.1.policy.0.name: 'dropbp' makes trial passes at a fraction of the whole training, which a "
+            "schedule of phases does not support",
         ),
     ],
     ids=["frozen parameters under DDP", "a wrapped forward", "sharded weights", "epochs", "trial passes"],
@@ -165,7 +165,7 @@ def test_two_phases_compare_with_one_reference(read: Read, refuse: Refuse) -> No
     text = HEAD + f"schedule:\n  - {{until: 0.5, policy: {one}}}\n  - policy: {one}\n"
     assert len(read(text).phases) == 2
     line = refuse(text.replace("  - policy: {name: tokens", "  - policy: {name: tokens, reference_scores: fly"))
-    assert "'tokens' compares with another reference than a policy of another phase" in line
+    assert "'tokens' has another reference model than a policy of another phase" in line
 
 
 def test_a_later_file_or_change_replaces_policy_by_schedule_and_the_reverse(read: Read, refuse: Refuse) -> None:

@@ -168,7 +168,7 @@ def test_a_recipe_that_names_no_tracker_that_can_be_used_is_refused(tmp_path: Pa
         RecipeError, match=r"tracking.also.0: tracker 'lacking' needs nothing_of_this_name: pip install"
     ):
         load_recipe(file, ["tracking.also=[lacking]"])
-    with pytest.raises(UsageError, match="MLflow has every run without being named"):
+    with pytest.raises(UsageError, match="MLflow records every run"):
         find_tracker("mlflow")
     assert load_recipe(file, ["tracking.also=[tensorboard]"]).tracking.also == ["tensorboard"]
 

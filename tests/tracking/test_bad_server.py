@@ -151,7 +151,8 @@ def test_a_line_of_a_store_says_what_the_user_can_do_and_ends_with_a_word() -> N
         assert one_line(missing.value).startswith(words)
     outer = ConnectionError("Max retries exceeded")
     outer.__cause__ = requests.exceptions.ProxyError("Unable to connect")
-    assert one_line(outer) == "Max retries exceeded; a proxy of this shell was asked: NO_PROXY=HOST goes past it"
+    proxied = "the request went through a proxy of this shell: set NO_PROXY=HOST to bypass it"
+    assert one_line(outer) == f"Max retries exceeded; {proxied}"
     long = one_line(ValueError("words " * 100))
     assert 290 < len(long) <= 300
     assert long.endswith("words")

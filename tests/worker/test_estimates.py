@@ -59,7 +59,7 @@ def test_a_killed_run_ends_as_if_left_alone(tiny_recipe: Any, prepared: Any) -> 
         ("policy: [mezo, infobatch]\n", "in one training is not supported"),
         ("policy: [mezo]\nbackward: {checkpointing: full}\n", "nothing to compute again"),
         ("policy: [mezo]\ntarget: {processes: 2}\n", "'mezo' works in one process, got target.processes: 2"),
-        ("policy: [mezo]\nmodel: {float8: emulated}\n", "is not supported: weights are shifted by less"),
+        ("policy: [mezo]\nmodel: {float8: emulated}\n", "is not supported: the policy shifts weights by less"),
     ],
 )
 def test_a_recipe_with_what_is_not_built_is_refused(more: str, text: str, tmp_path: Path) -> None:

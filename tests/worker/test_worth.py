@@ -184,7 +184,7 @@ def test_every_installed_policy_is_measured_or_named_with_a_reason(tiny_recipe: 
     reasons = {one["name"]: one["why"] for one in left_out}
     assert reasons["infobatch"] == "chooses whole epochs: there is nothing to measure on a batch"
     assert reasons["grades"] == "needs threshold: name it in the recipe's policy"
-    assert "compares with a reference" in reasons["rho"]
+    assert "needs a reference model" in reasons["rho"]
 
 
 def test_what_micro_batches_share_is_named_as_not_measured(

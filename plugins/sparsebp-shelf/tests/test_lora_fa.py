@@ -143,7 +143,7 @@ def test_no_adapters_other_adapters_and_trained_first_factors_are_refused() -> N
             "policy: [{name: frozen, freeze: ['*lora_A*']}]",
             "lora-fa updates .* each low-rank adapter: needs model.lora",
         ),
-        ("model: {name: austen-llama, lora: {r: 2}}", "lora-fa needs the first factor of each adapter as it was drawn"),
+        ("model: {name: austen-llama, lora: {r: 2}}", "lora-fa needs the initial first factor .* of each adapter"),
     ],
 )
 def test_a_recipe_without_adapters_or_with_trained_first_factors_is_refused(tmp_path, sections, text) -> None:

@@ -109,7 +109,11 @@ def test_what_has_no_losses_of_a_reference_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("dataset", "policy", "text"),
     [
-        ("{name: austen}", "{name: rho}", "'rho' compares with a reference: give its option reference, a model by"),
+        (
+            "{name: austen}",
+            "{name: rho}",
+            "'rho' needs a reference model: set its option reference to the name or path",
+        ),
         (
             "{name: austen, format: classification}",
             "{name: rho, reference: austen-llama}",

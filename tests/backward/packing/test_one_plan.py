@@ -244,7 +244,7 @@ def test_evaluations_are_packed_and_detaching_restores_the_model() -> None:
 
 @pytest.mark.parametrize("mode", ["detach", "stop"])
 def test_other_modes_beside_lossless_are_refused_with_a_way_out(mode: str) -> None:
-    both = "SelectedTokens and Lossless in one forward is built for mode: exact alone: set it, or give one of them"
+    both = "SelectedTokens and Lossless in one forward is supported only in mode: exact: set it, or give one of them"
     with pytest.raises(UnsupportedError) as raised:
         sbp.attach(llama(), [exact(mode=mode), lossless()])
     assert str(raised.value) == both

@@ -90,8 +90,8 @@ class InputSaving(SavesInputs, TrialExtension):
         if isinstance(given.optimizer, ReadsProjections):
             if policy.form is not SavedProjection or policy.draws_for is None:
                 raise UnsupportedError(
-                    f"{type(given.optimizer).__name__} has moments in an input saver's projection: give a "
-                    "policy that projects features and keeps its matrix for several steps, by its option interval"
+                    f"{type(given.optimizer).__name__} keeps moments in the projection of an input saver: give a "
+                    "policy that projects features, and set its option interval"
                 )
             given.optimizer.read_projections(self.projection_of)
 
