@@ -187,7 +187,7 @@ def test_logits_beside_a_loss_are_the_plain_ones_and_end_packing(read: Callable[
     logits = read(output)
     torch.testing.assert_close(logits, expected.logits)
     assert logits.requires_grad
-    assert "reads logits beside the loss" in packing.failure
+    assert "reads logits besides the loss" in packing.failure
     assert model(**_batch()).loss.item() == expected.loss.item()  # plain again, to the bit
     packing.remove()
     assert "forward" not in model.__dict__

@@ -136,7 +136,7 @@ def test_commands_that_train_nothing_get_one_clear_line(run_audit: Audit) -> Non
         assert done.stderr.strip().splitlines()[-1].startswith("error: ")
         assert said in done.stderr
     done = run_audit("--", sys.executable, "-I", "-c", "import torch; print(torch.ones(1).sum())")
-    assert (done.returncode, "-I, -E and -S leave out what watches" in done.stderr) == (2, True)
+    assert (done.returncode, "-I, -E and -S disable the audit" in done.stderr) == (2, True)
     done = run_audit("--", sys.executable, "-c", "raise SystemExit(3)")
     assert (done.returncode, "ended with 3 before it could be watched" in done.stderr) == (3, True)
 

@@ -164,7 +164,7 @@ def test_the_line_is_written_only_where_the_audit_says_that_it_is_worth_it() -> 
     assert object_to(advice=advice) == object_to(advice=advice, seconds=(2.0, 1.0)) == ""
     assert "were not faster" in object_to(advice=advice, seconds=(1.0, 1.0))
     assert object_to(note=f"{LOSSLESS_REFUSED}dropout") == f"{LOSSLESS_REFUSED}dropout"
-    assert object_to(advice="pack") == "lossless leaves out less than 0.5% of a step there"
+    assert object_to(advice="pack") == "lossless would save less than 0.5% of a step"
 
 
 NUMBERS = ("flops", "flops_share", "saved_bytes", "bytes_share", "seconds", "seconds_share")
@@ -181,7 +181,7 @@ FOUND = dict.fromkeys(NUMBERS, 0.5) | {
     ("text", "advice", "code", "said"),
     [
         (PLAIN, LOSSLESS_ADVICE, 0, "written: {}; as it was: {}.orig"),
-        (PLAIN, "", 1, "not written: lossless leaves out less than 100.0% of a step there"),
+        (PLAIN, "", 1, "not written: lossless would save less than 100.0% of a step"),
         (PLAIN * 2, LOSSLESS_ADVICE, 1, "not written: script.py makes 2 trainers, in lines 3, 7: write by hand"),
         (PLAIN, LOSSLESS_ADVICE, 7, "not written: the command ended with 7"),
         ("", LOSSLESS_ADVICE, 1, "not written: the command ran no script that is a file"),
@@ -211,4 +211,4 @@ def test_the_verb_writes_the_line_or_says_why_not(
 
 def test_a_recipe_is_no_script(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["audit", "--write", str(tmp_path / "fake.yaml")])
-    assert str(done.exception) == "--write changes a script; in a recipe write policy: lossless"
+    assert str(done.exception) == "--write works only with a script; in a recipe write policy: lossless"

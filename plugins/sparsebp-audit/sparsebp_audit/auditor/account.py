@@ -222,11 +222,11 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
     if not verdict.is_judged:
         yield "fewer than two optimizer steps were seen: whether parameters move was not judged"
     if session.modules.has_compiled:
-        yield "torch.compile stood aside while it was watched: compiled code may compute and keep less"
+        yield "torch.compile was off while the audit watched: compiled code may compute and keep less"
     if ledger.passes and not ledger.visited:
-        yield "nothing of the passes was seen: they ran in another thread than the one that was watched"
+        yield "the audit could not see into the backward passes: they ran in another thread than the watched one"
     if not session.saved.has_seen:
-        yield "saved tensors were not watched: somebody else's hooks were in their place all the time"
+        yield "the audit measured no saved tensors: other saved-tensor hooks replaced its own all the time"
     if verdict.withheld:
         by = {ledger.withholding.get(session.parameters.by_name[name].bit, "") for name in verdict.withheld}
         functions = ", ".join(sorted(by - {""}))
@@ -237,8 +237,8 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
     for name, rows in ledger.ended.items():
         if rows.ended > MANY_ENDED * rows.all:
             yield (
-                f"{name} ends {rows.ended / rows.all:.1%} of the rows of its gradient: what it returns for its input "
-                "is zero there, and the layers below learn nothing from these rows"
+                f"{name} ends {rows.ended / rows.all:.1%} of the rows of its gradient: the gradient of its input is "
+                "zero there, so the layers below learn nothing from these rows"
             )
     if verdict.without_gradient:
         names = verdict.without_gradient

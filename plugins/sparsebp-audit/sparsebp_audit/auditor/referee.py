@@ -52,7 +52,9 @@ class Referee:
         wide = {name: value for name, value in tensors.items() if value.dim() > 1}
         name = next((name for name in (*ORDER, *wide) if name in wide), None)
         if name is None:
-            self._loss.unread = "the model's output has a loss, and no values of single positions that it was made of"
+            self._loss.unread = (
+                "the model's output has a loss, but no values per position from which the model computed it"
+            )
             return
         balancing = output.get("aux_loss") if isinstance(output, Mapping) else None
         made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]

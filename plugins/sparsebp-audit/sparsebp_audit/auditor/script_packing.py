@@ -34,8 +34,8 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, make_policy
 
 READS_LOGITS = (
-    "the script reads logits beside the loss, which packing computes at trained positions only: if it needs no others, "
-    "attach lossless in the script"
+    "the script reads logits besides the loss, but packing computes them at trained positions only: if these are "
+    "enough, attach lossless in the script"
 )
 READS_PADDING = "the loss of the script reads positions of padding"
 READS_TUPLE = "the script takes the model's output as a tuple"

@@ -95,8 +95,8 @@ class LossReader:
         reached = [call for call in waiting if any(channel.call == call.number for channel in channels)]
         if is_bypassed:
             self.unread = (
-                "it reaches parameters of the model past the model's outputs, as fused losses do, and losses inside of "
-                "the model"
+                "it uses parameters of the model directly, not through the model's outputs, as fused losses do, and "
+                "losses inside of the model"
             )
         others = [call for call in reached if not self._is_sum(call, losses, given, channels)]
         if not (others and self._compares(losses, given, others, channels)):
@@ -176,11 +176,11 @@ class LossReader:
         found = self.recorder.find_coupling(losses, given, [call.forward for call in calls])
         if found:
             self._purposes.append(
-                "the gradient of an example's outputs changes with the outputs of other examples, through values "
-                "without a gradient, as weights do that are normalised over the batch"
+                "the gradient of an example's outputs depends on the outputs of other examples through values "
+                "without a gradient, such as weights that are normalised over the batch"
             )
         elif found is None and not self.unread:
-            self.unread = "it cannot be run again on other outputs, which would show what it reads without a gradient"
+            self.unread = "the audit cannot run it again on other outputs, to see what it reads without a gradient"
 
     def _depends(
         self,

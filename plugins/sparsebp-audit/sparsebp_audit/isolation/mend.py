@@ -87,9 +87,9 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[MendVariant]:
     if several:
         without = {name: value for name, value in inputs.items() if name != "attention_mask"}
         has_ones = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
-        ones = "an attention_mask of ones stands beside position numbers, and transformers looks for several examples "
-        ones += "in a row only without a mask"
-        cache = "the key/value cache is on, and transformers looks for several examples in a row only without one"
+        ones = "the batch has an attention_mask of ones besides position numbers, but transformers looks for several "
+        ones += "examples in a row only without a mask"
+        cache = "the key/value cache is on, but transformers looks for several examples in a row only without one"
         off = "set model.config.use_cache = False, or pass use_cache=False"
         if has_ones:
             yield MendVariant(ones, "leave attention_mask out of packed batches", without)
@@ -102,7 +102,7 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[MendVariant]:
         if positions is None:
             numbers = _count(examples)
             yield MendVariant(
-                f"{examples.told_by} says where examples begin, and the model does not read it on this device",
+                f"{examples.told_by} says where examples begin, but the model does not read it on this device",
                 "pass position_ids that restart with each example as well",
                 without | {"position_ids": numbers, "use_cache": False},
             )
@@ -126,7 +126,7 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[MendVariant]:
     counted = (real_BT.cumsum(1) - 1).clamp(min=0)
     if mask is None:
         yield MendVariant(
-            "padding is read as tokens: there is no attention_mask",
+            "the model reads padding as tokens: the batch has no attention_mask",
             "pass attention_mask",
             inputs | {"attention_mask": real_BT},
         )

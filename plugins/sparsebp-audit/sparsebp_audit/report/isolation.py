@@ -91,7 +91,7 @@ class BatchJudgement:
             more = f" and {len(self.pairs) - 6} more" if len(self.pairs) > 6 else ""
             found.append(f"pairs: {read}{more}, by the gradient for their embeddings")
         else:
-            found.append("no example reads another: an example alone is computed otherwise")
+            found.append("no example reads another, but the model computes an example alone differently")
         if self.module:
             found.append(f"first at: {self.module} ({self.module_class})")
         if self.cause:

@@ -21,7 +21,7 @@ LOSSLESS_ADVICE = "; the policy lossless does this for you: `sparsebp audit --ap
 KINDS: dict[str, FindingKind] = {
     "frozen-wgrad": FindingKind(
         "weight gradients of frozen parameters",
-        "ask ctx.needs_input_grad in the Function's backward and multiply, and save the input, only where it is true",
+        "in the Function, multiply in the backward and save the input only where ctx.needs_input_grad is true",
     ),
     "dropped-gradient": FindingKind(
         "gradients that autograd drops",
@@ -29,8 +29,8 @@ KINDS: dict[str, FindingKind] = {
     ),
     "unread-leaf": FindingKind(
         "gradients of inputs that nobody reads",
-        "leave requires_grad_() of the inputs out, or name what is wanted: backward(inputs=...); under checkpointing "
-        "use use_reentrant=False, which needs none",
+        "do not call requires_grad_() on inputs, or name the wanted leaves: backward(inputs=...); with checkpointing, "
+        "use use_reentrant=False, which needs no such call",
     ),
     "ignored-logits": FindingKind(
         "logits whose gradient is zero: their labels are ignored",
@@ -42,7 +42,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "zero-rows": FindingKind(
         "products with rows of the gradient that are exactly zero",
-        "cut each batch after its last trained position; what is left of it, only a backward that skips rows can save",
+        "cut each batch after its last trained position; only a backward that skips rows can save the rest",
     ),
     "shared-prefix": FindingKind(
         "prefixes that examples of a batch share",
@@ -66,8 +66,8 @@ KINDS: dict[str, FindingKind] = {
     ),
     "idle-state": FindingKind(
         "optimizer state of parameters that were not trained at the last step",
-        "free it when a parameter's turn ends, del optimizer.state[parameter], if memory is the point of turns; the "
-        "parameter's next turn then starts anew",
+        "to save memory, del optimizer.state[parameter] when a parameter's turn ends; the parameter's next turn then "
+        "starts with new state",
         exact=False,
     ),
     "zero-gradient": FindingKind(
@@ -82,8 +82,8 @@ KINDS: dict[str, FindingKind] = {
     ),
     "discarded": FindingKind(
         "gradients that were cleared before a step used them",
-        "clear gradients after optimizer.step(), not between the backward passes of one step; those that nobody wants, "
-        "as of a discriminator in its generator's step, need requires_grad_(False) or backward(inputs=...)",
+        "clear gradients after optimizer.step(), not between the backward passes of one step; for unwanted gradients, "
+        "such as a discriminator's in its generator's step, use requires_grad_(False) or backward(inputs=...)",
     ),
     "scanning-hooks": FindingKind(
         "hooks that go through many parameters at every call",

@@ -99,7 +99,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     with tempfile.TemporaryDirectory(prefix="sparsebp-audit-") as place:
         is_recipe = Path(words[0]).suffix in {".yaml", ".yml"}
         if is_recipe and (apply or write):
-            what = "--apply changes how a command trains" if apply else "--write changes a script"
+            what = "--apply works only with a command" if apply else "--write works only with a script"
             raise UsageError(f"{what}; in a recipe write policy: lossless")
         command = _train_command(words, changes, steps, Path(place)) if is_recipe else words
         if not is_recipe and changes:

@@ -52,7 +52,7 @@ class ScriptChange:
         kept = self.file.with_name(f"{self.file.name}.orig")
         try:
             if not durable.write_new(kept, self.before):
-                raise UsageError(f"{kept} exists, and would hold the script as it was: move it away")
+                raise UsageError(f"{kept} exists, but --write would keep the old script there: move it away")
             with durable.replacing(self.file) as stream:
                 os.fchmod(stream.fileno(), stat.S_IMODE(self.file.stat().st_mode))
                 stream.write(self.after)
@@ -70,7 +70,7 @@ def find_objection(report: AuditReport) -> str:
     if any(finding.advice.endswith(LOSSLESS_ADVICE) for finding in report.findings):
         return ""
     refusals = [note for note in report.notes if note.startswith(LOSSLESS_REFUSED)]
-    return refusals[0] if refusals else f"lossless leaves out less than {report.threshold:.1%} of a step there"
+    return refusals[0] if refusals else f"lossless would save less than {report.threshold:.1%} of a step"
 
 
 def find_change(file: Path) -> ScriptChange:
