@@ -30,7 +30,7 @@ def test_no_number_is_folded_in_a_narrow_terminal(
         assert number in printed.split()
     assert ("12.5-12.7" in printed.split()) is (width >= 98)
     assert ("rate 0.78" in printed) is (width >= 98)
-    assert "tune it before a policy is judged" in " ".join(printed.split())
+    assert "tune it before you judge a policy" in " ".join(printed.split())
     assert ("No room for noise, by curvature" in printed) is (width < 98)
 
 
@@ -54,4 +54,4 @@ def test_several_policies_are_answered_on_one_screen(
     assert sum("largest-rows" in line and "keep=0.5" in line and "cannot" in line for line in lines) == num_policies
     print_worth(found, everything=True)
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"largest-rows-{num_policies - 1} keep=0.5: leaves nothing out so early" in printed
+    assert f"largest-rows-{num_policies - 1} keep=0.5: skips no work in early steps" in printed

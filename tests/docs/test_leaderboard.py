@@ -127,7 +127,7 @@ def test_a_page_is_not_made_of_an_archive_from_which_other_choices_follow(
         shutil.copy(file, folder)
     study = (folder / "spelling.yaml").read_text(encoding="utf-8")
     (folder / "spelling.yaml").write_text(study.replace("report: 3-5", "report: 3-6"), encoding="utf-8")
-    with pytest.raises(SystemExit, match="the rules of the study ask for it"):
+    with pytest.raises(SystemExit, match="the study needs this trial"):
         board.result.read_result(folder, "spelling")
 
 

@@ -98,7 +98,7 @@ def decide(shift: float, aim: Aim = AIM, seed: int = 5) -> tuple[Decide, int]:
 
 def test_pairs_are_better_worse_or_not_shown() -> None:
     assert [decide(shift)[0].outcome for shift in (1.2, 0.0, -6.0)] == ["better", "not shown", "worse"]
-    assert "times less likely than none" in decide(0.0)[0].reason
+    assert "times less likely than no gain" in decide(0.0)[0].reason
 
 
 def test_with_a_margin_it_goes_on_until_equality_is_shown() -> None:

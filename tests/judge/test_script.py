@@ -146,7 +146,7 @@ def test_the_command_runs_in_the_folder_where_it_was_typed(
         (("better", *WORDS[:6], "--final"), "--final is for recipes"),
         (("better", *WORDS[:7], "3e15"), "--budget of a script must be a time"),
         (("better", "--against", "base", "--metric", METRIC, "--budget", "1h"), "--metric is for --script"),
-        (("better", *WORDS, "--script", "python train.py"), "must say where the seed goes"),
+        (("better", *WORDS, "--script", "python train.py"), "--script must contain {seed} in place of the seed"),
         (("better", *WORDS, "--script", "python 'train.py {seed}"), "--script: No closing quotation"),
         (("better", *WORDS, "--script", "./missing {seed}"), "--script: ./missing cannot be started at commit"),
     ],
@@ -294,7 +294,7 @@ def test_a_script_outlives_no_judge_for_long(repository: Path, start: Start, cli
     judge.send_signal(signal.SIGINT)
     out, err = judge.communicate(timeout=120)
     assert (judge.returncode, json.loads(out)["outcome"]) == (11, "not shown")
-    assert "stopping what runs; run the same command again to continue" in err
+    assert "stopping the running trials; run the same command again to continue" in err
     assert not psutil.pid_exists(second[3])
     (tmp_path / "hold").unlink()
     done = cli(*words, cwd=repository)

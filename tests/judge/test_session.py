@@ -101,11 +101,11 @@ def test_a_budget_ends_it_early_and_a_larger_one_goes_on(file: Path) -> None:
 
 def test_another_effect_margin_or_worst_case_is_refused_once_asked(file: Path) -> None:
     answer(make_session(file, WORSE))
-    with pytest.raises(UsageError, match=r"was asked with --effect none"):
+    with pytest.raises(UsageError, match=r"was first asked with --effect none"):
         make_session(file, WORSE, effect=0.1).run()
-    with pytest.raises(UsageError, match=r"was asked with --margin none"):
+    with pytest.raises(UsageError, match=r"was first asked with --margin none"):
         make_session(file, WORSE, margin=0.1).run()
-    with pytest.raises(UsageError, match=r"was asked with --worst 0.5"):
+    with pytest.raises(UsageError, match=r"was first asked with --worst 0.5"):
         make_session(file, WORSE, worst=0.6).run()
 
 
@@ -119,7 +119,7 @@ def test_sides_that_are_one_or_validated_differently_are_refused(file: Path) -> 
 
 
 def test_the_test_split_opens_once_and_for_a_kept_candidate_alone(file: Path) -> None:
-    with pytest.raises(UsageError, match="judge it on validation first"):
+    with pytest.raises(UsageError, match="run judge without --final first"):
         make_session(file, BETTER).open_test()
     kept = make_session(file, BETTER, gain=0)
     kept.run()
@@ -132,7 +132,7 @@ def test_the_test_split_opens_once_and_for_a_kept_candidate_alone(file: Path) ->
     assert len(list_runs()) == runs
     other = make_session(file, "training.learning_rate=0.6", gain=0)
     other.run()
-    with pytest.raises(UsageError, match="was opened already, for question"):
+    with pytest.raises(UsageError, match="has used the test split of these data"):
         other.open_test()
 
 

@@ -148,12 +148,12 @@ def test_a_submission_that_keeps_every_rule_is_accepted(place: Path) -> None:
         ("tune: 0-1", "tune: 0", "seeds", "tune must have"),
         ("[5e-4, 1e-3]", "[5e-4, 1e-3, 2e-3]", "equal terms", "vary must be {training.learning_rate: [0.0005, 0.001]}"),
         ("steps: 20", "steps: 40", "equal terms", "budget must be {same: cost, as: dense, steps: 20}"),
-        ("vary:", "shares: {mine: dense}\nvary:", "equal terms", "mine takes the values of dense"),
+        ("vary:", "shares: {mine: dense}\nvary:", "equal terms", "shares gives mine the values of dense"),
         (
             "dense: {}",
             "dense: {training.weight_decay: 0.1}",
             "controls",
-            "dense is not the task's: training.weight_decay",
+            "dense differs from the task's arm in training.weight_decay",
         ),
         ("keep: 0.25}]}", "keep: 0.25}], training.optim: sgd}", "method", "mine changes training.optim; a method may"),
         ("keep: 0.25}]}", "keep: 0.25}], model.name: models/none}", "method", "mine changes model.name; a method may"),
@@ -198,13 +198,13 @@ def test_a_journal_that_was_edited_is_found(place: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "edit", "text"),
     [
-        (1, {"role": "report"}, "is listed as that, and the rules of the study do not ask for it"),
-        (1, {"seed": 5}, "is listed as that, and the rules of the study do not ask for it"),
-        (1, {"arm": "dense"}, "is listed as that, and the rules of the study do not ask for it"),
+        (1, {"role": "report"}, "is listed as this trial, but the study needs it as another one"),
+        (1, {"seed": 5}, "is listed as this trial, but the study needs it as another one"),
+        (1, {"arm": "dense"}, "is listed as this trial, but the study needs it as another one"),
         (1, {"pruned": True}, "is listed as ended by halving"),
-        (1, {"role": "control"}, "was made, and the rules of the study do not ask for it"),
+        (1, {"role": "control"}, "but the study does not need this trial"),
         (2, {}, "is listed 2 times"),
-        (0, {}, "is there, and the list of trials does not have it as that"),
+        (0, {}, "is in the archive, but the list of trials has no such entry"),
     ],
 )
 def test_a_list_of_trials_is_not_believed(place: Path, number: int, edit: dict[str, object], text: str) -> None:
@@ -272,7 +272,7 @@ def test_a_report_without_the_test_split_is_refused(place: Path) -> None:
 
 def test_runs_that_say_nothing_of_their_commit_are_not_mixed_with_others(place: Path) -> None:
     edit_archive(place, lambda m: rewrite(m, find_run(m, "report", "mine"), b'"torch": ', b'"torsh": '))
-    assert failed(place)["code"].startswith("a trial does not say what it ran with: report mine")
+    assert failed(place)["code"].startswith("a trial does not record its code versions: report mine")
 
 
 def test_runs_of_a_checkout_with_changes_and_of_two_commits_are_refused(place: Path) -> None:

@@ -152,13 +152,13 @@ def test_an_arm_with_a_part_of_the_budget_gets_the_steps_that_the_part_pays_for(
     half = BudgetSection.model_validate({"same": "cost", "as": "dense", "steps": 40, "part": {"topk": 0.5}})
     assert share_budget(40, ArmStepPrice(8.0), ArmStepPrice(8.0), dense, half) == 40
     assert share_budget(40, ArmStepPrice(8.0), ArmStepPrice(4.0), topk, half) == 40
-    with pytest.raises(UsageError, match=r"arm topk: 0\.5 of 40 steps of dense pay for 9 of its steps"):
+    with pytest.raises(UsageError, match=r"arm topk: 0\.5 of 40 steps of dense buy only 9 of its steps"):
         share_budget(40, ArmStepPrice(8.0), ArmStepPrice(16.8), topk, half)
 
 
 def test_an_arm_that_gets_too_few_steps_is_refused_by_name(write_study: Write) -> None:
     variant = load_study(write_study()).variants[2]
-    with pytest.raises(UsageError, match=r"arm topk: 20 steps of dense pay for 9 of its steps, which cost 2\.10 each"):
+    with pytest.raises(UsageError, match=r"arm topk: 20 steps of dense buy only 9 of its steps, at 2\.10 each"):
         share_budget(20, ArmStepPrice(8.0), ArmStepPrice(16.8), variant, COST)
 
 
@@ -168,9 +168,9 @@ def test_an_arm_that_gets_too_few_steps_is_refused_by_name(write_study: Write) -
         (
             {"seconds": 30.0},
             ArmStepPrice(4.0, "seconds"),
-            "arm topk: 30 seconds pay for 7 of its steps, which cost 4 sec",
+            "arm topk: 30 seconds buy only 7 of its steps, at 4 sec",
         ),
-        ({"same": "tokens", "tokens": 640}, ArmStepPrice(128.0, "tokens"), "is refused: raise budget.tokens"),
+        ({"same": "tokens", "tokens": 640}, ArmStepPrice(128.0, "tokens"), "steps: raise budget.tokens"),
     ],
 )
 def test_too_few_seconds_or_tokens_are_refused_by_name(

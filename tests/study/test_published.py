@@ -48,7 +48,7 @@ WRONG = [
     ("version: 1", "version: 2", "1:10: version: got 2, allowed: 1"),
     ("{name: none}", "{nam: none}", "10:11: base.model.nam: unknown key 'nam'"),
     ("max_steps: 20", "max_steps: 0", "base.training.max_steps: must be at least 1, got 0"),
-    ("base:\n  model", "base:\n  name: a\n  model", "10:9: base.name: cannot stand here"),
+    ("base:\n  model", "base:\n  name: a\n  model", "10:9: base.name: leave it out"),
     ("keep: 0.25", "keep: 2.5", "arms.topk.policy.0.keep: must be in (0, 1], got 2.5"),
     ("arm: topk, metric: eval/loss", "arm: topp, metric: eval/loss", "paper.claimed.0.arm: must be one of the arms"),
     (
@@ -64,7 +64,7 @@ WRONG = [
         "    topp: {policy.0",
         "scale.arms.topp: must be one of the arms (dense, topk), got 'topp'",
     ),
-    ("    training: {max_steps: 10}", "    name: x", "scale.base.name: cannot stand here"),
+    ("    training: {max_steps: 10}", "    name: x", "scale.base.name: leave it out"),
     ("scale:\n", "scale:\n  model: {name: small}\n", "scale.model: unknown key 'model'; allowed: base, arms, vary"),
 ]
 
@@ -138,7 +138,9 @@ def test_the_command_that_goes_on_has_the_options_that_made_the_study(file: Path
 def test_a_section_that_a_dotted_key_of_the_arm_would_hide_is_refused(file: Path) -> None:
     text = STUDY.replace("dense: {}", "dense: {training.max_steps: 5}")
     file.write_text(text.replace("    topk: {policy.0.keep: 0.5}", "    dense: {training: {max_steps: 6}}"))
-    with pytest.raises(RecipeError, match=r"scale.arms.dense.training: the arm has training.max_steps as a dotted key"):
+    with pytest.raises(
+        RecipeError, match=r"scale.arms.dense.training: the arm sets training.max_steps as a dotted key"
+    ):
         load_study(file)
 
 
@@ -219,7 +221,8 @@ def test_every_face_has_claimed_beside_measured_and_a_scaled_study_claims_nothin
     text = " ".join(cli("compare", "@table-scaled", "--all").stdout.split())
     assert "Scaled: these runs have another setting, model.name=small, dataset.name=few" in text
     assert (
-        "warning: scaled: nothing follows from these runs for A. Author: On Halves (2026); they have model.name" in text
+        "warning: scaled: these runs say nothing about A. Author: On Halves (2026), because they have model.name"
+        in text
     )
 
 

@@ -206,7 +206,7 @@ class JudgeAnswer:
         seconds = self.book.find_seconds(one)
         if self.proposal.equal == "command" and seconds:
             each = " and ".join(f"{mean:.4g} s of the {side}" for side, mean in seconds.items())
-            found.append(f"a run took {each}: nobody has made them equal")
+            found.append(f"a run took {each}: judge did not make their costs equal")
         found += self._describe_claims()
         if one.outcome == "better":
             shown = "not measured: no budget left" if self.gain is None else self.gain.describe()

@@ -275,7 +275,7 @@ class Ledger:
                 found = json.loads(line)
                 entry, digest = found["entry"], found["digest"]
                 if digest != _digest(entry, book.last_digest):
-                    raise ValueError("its digest is not that of the lines up to here")
+                    raise ValueError("its digest does not match the lines up to here")
                 book.add(entry)
             except (ValueError, LookupError, TypeError) as error:
                 raise UsageError(
@@ -298,7 +298,7 @@ class Ledger:
             else:
                 continue
             raise UsageError(
-                f"{self.file} {has}, but {source} rests on one with {mark.lines} lines and {mark.questions} questions, "
+                f"{self.file} {has}, but {source} needs one with {mark.lines} lines and {mark.questions} questions, "
                 f"digest {mark.digest[:12]}: put the whole ledger back from a copy, or begin another store with "
                 "SPARSEBP_HOME"
             )

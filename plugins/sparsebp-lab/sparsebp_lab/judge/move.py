@@ -95,16 +95,18 @@ def find_pair_move(gains: Sequence[float], aim: Aim, bar: MoveBar) -> Move:
     if found >= bar.needed:
         return Decide("better", f"evidence {math.exp(found):.4g}, needed {math.exp(bar.needed):.4g}")
     if against >= AGAINST:
-        return Decide("worse", f"evidence {math.exp(against):.4g} of the opposite, needed {math.exp(AGAINST):.4g}")
+        return Decide("worse", f"evidence {math.exp(against):.4g} that it is worse, needed {math.exp(AGAINST):.4g}")
     if aim.margin is not None:
         if all(log_evidence(some, aim, bar, aim.margin) >= AGAINST for some in (gains, losses)):
             return Decide("equal within the margin", f"not better and not worse by more than {aim.margin:g}")
     elif (
         odds := log_odds(math.fsum(gains), count, aim.effect, aim.effect / bar.design)
     ) <= FUTILE and not _is_worse_soon(losses, aim, bar):
-        return Decide("not shown", f"a gain of {aim.effect:.4g} is {math.exp(-odds):.3g} times less likely than none")
+        return Decide(
+            "not shown", f"a gain of {aim.effect:.4g} is {math.exp(-odds):.3g} times less likely than no gain"
+        )
     if count >= MOST_PAIRS:
-        return Decide("not shown", f"undecided after {MOST_PAIRS} pairs, the most that are made")
+        return Decide("not shown", f"undecided after {MOST_PAIRS} pairs, the largest number that judge trains")
     return Train("pairs", count + 1)
 
 

@@ -79,7 +79,7 @@ class Script:
         except ValueError as error:
             raise UsageError(f"--script: {error} in {self.command!r}") from None
         if not any(SEED in word for word in words):
-            raise UsageError(f"--script must say where the seed goes: 'python train.py --seed {SEED}'")
+            raise UsageError(f"--script must contain {SEED} in place of the seed: 'python train.py --seed {SEED}'")
 
     def words(self, seed: int) -> list[str]:
         """Return the words of the command with a seed."""

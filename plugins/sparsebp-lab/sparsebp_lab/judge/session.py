@@ -69,7 +69,7 @@ class JudgeSession:
         for key, value in terms.items():
             if (was := found.asked.get(key)) != value:  # version 0.5 stored no worst case
                 was = "none" if was is None else was
-                raise UsageError(f"this question was asked with --{key} {was}; use the same")
+                raise UsageError(f"this question was first asked with --{key} {was}: give the same value")
         return found
 
     def run(self) -> LedgerQuestion:
@@ -97,7 +97,9 @@ class JudgeSession:
         book = self.book
         question = book.questions.get(self.proposal.digest)
         if question is None or question.outcome != "better":
-            raise UsageError("--final opens the test split for a candidate that was kept: judge it on validation first")
+            raise UsageError(
+                "--final needs a candidate that judge found better on validation: run judge without --final first"
+            )
         data = self.proposal.data
         if data is None:
             raise UsageError("--final needs a test split: set dataset.test_fraction or dataset.test_split in both")
@@ -105,7 +107,7 @@ class JudgeSession:
         first = self.book.opened[data]
         if first["question"] != self.proposal.digest:
             raise UsageError(
-                f"the test split of these data was opened already, for question {first['question']}; it opens once"
+                f"question {first['question']} has used the test split of these data: only one question may use it"
             )
         for number in range(len(question.looks.get("test", [])) + 1, TEST_PAIRS + 1):
             if self.is_stopped:

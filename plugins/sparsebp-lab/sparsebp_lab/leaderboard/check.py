@@ -101,7 +101,7 @@ def _check_same(mine: LoadedStudy, task: LoadedStudy) -> RuleFinding:
     own, asked = mine.study.shares, task.study.shares
     for arm, source in own.items():
         if asked.get(arm) != source:
-            wrong.append(f"{arm} takes the values of {source} (shares), and every method has trials of its own")
+            wrong.append(f"shares gives {arm} the values of {source}, but every method needs its own tuning trials")
             break
     wrong += [f"shares must have {arm}: {source}" for arm, source in asked.items() if arm not in own]
     text = "varied keys, their values, search and budget are the task's"
@@ -126,7 +126,7 @@ def _check_controls(mine: LoadedStudy, task: LoadedStudy, board: BoardRules) -> 
         if arm not in mine.study.arms:
             wrong.append(f"{arm} is missing")
         elif keys := find_changes(mine.firsts[arm].recipe, task.firsts[arm].recipe):
-            wrong.append(f"{arm} is not the task's: {join(keys)}")
+            wrong.append(f"{arm} differs from the task's arm in {join(keys)}")
     return decide("controls", wrong, ", ".join(asked))
 
 
@@ -161,13 +161,13 @@ def check_archive(
 ) -> Iterator[RuleFinding]:
     """Yield the findings for the archive."""
     rebuilt = rebuild(mine, archive)
-    text = f"{rebuilt.num_trials} trials, as they were archived, and none that the rules do not ask for"
+    text = f"{rebuilt.num_trials} trials, unchanged since they were archived, and none beyond those that the rules need"
     yield decide("trials", rebuilt.faults, text)
     others = [arm.describe() for arm in rebuilt.arms if arm.rebuilt != arm.reported or arm.reported is None]
     yield decide("choices", others, "every arm is reported with what its trials choose")
     yield from (RuleFinding(WARN, "edges", text) for text in rebuilt.edges)
     if record.generation:
-        text = f"the study was trained {record.generation + 1} times, and its first results are those that count"
+        text = f"the study was trained {record.generation + 1} times, but only its first results count"
         yield RuleFinding(FAIL, "first results", text)
     runs = read_runs(record, archive)
     yield _check_finished(mine, runs)
@@ -249,7 +249,7 @@ def _check_code(runs: Sequence[ArchivedRun], controls: Sequence[str]) -> RuleFin
     core = {name for one in runs if one.seal is not None and one.trial.arm in controls for name in one.seal.code}
     partial = [_name(one) for one in runs if one.seal is not None and not core <= {*one.seal.code}]
     if mixed or partial or len(seals) < len(runs):
-        text = f"more than one version: {join(mixed, '; ')}" if mixed else "a trial does not say what it ran with"
+        text = f"more than one version: {join(mixed, '; ')}" if mixed else "a trial does not record its code versions"
         return RuleFinding(FAIL, "code", text + (f": {join(partial)}" if partial and not mixed else ""))
     return RuleFinding(OK, "code", ", ".join(f"{name} {next(iter(some))}" for name, some in versions.items()))
 

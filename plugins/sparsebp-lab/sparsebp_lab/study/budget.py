@@ -175,8 +175,8 @@ def share_budget(
         pays = pays if part == 1.0 else f"{part:g} of {pays}"
     key = "budget.steps" if payer is not None else "budget.seconds" if budget.tokens is None else "budget.tokens"
     raise UsageError(
-        f"arm {variant.arm}: {pays} pay for {found} of its steps, which cost {each} each; a budget under "
-        f"{FEWEST_STEPS} steps is refused: raise {key}"
+        f"arm {variant.arm}: {pays} buy only {found} of its steps, at {each} each; a budget needs at least "
+        f"{FEWEST_STEPS} steps: raise {key}"
     )
 
 

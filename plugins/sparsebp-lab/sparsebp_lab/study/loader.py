@@ -205,11 +205,13 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
         for key in _dotted(changes):
             location = ("arms", arm, *_find_location(changes, key))
             if key in FIXED_KEYS:
-                yield FieldError(location, "an arm cannot set this: its name is the arm's, its seeds are under seeds")
+                yield FieldError(
+                    location, "an arm cannot set this key: its name is the key under arms, its seeds are under seeds"
+                )
             if key == STEPS_KEY and study.budget is not None:
                 yield FieldError(location, "the budget decides the steps of every arm")
             if key.split(".")[0] == "target" and study.where is not None:
-                yield FieldError(location, "where decides the target of every arm")
+                yield FieldError(location, "leave it out: the key where of the study sets the target of every arm")
     if study.search.is_sampled and not study.vary:
         yield FieldError(("search",), f"kind: {study.search.kind} needs vary: the keys that it chooses")
     for key, values in study.vary.items():

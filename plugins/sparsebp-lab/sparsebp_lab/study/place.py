@@ -89,8 +89,8 @@ def _make_place(entry: str | PlaceSection, base: TargetSection) -> TrialPlace:
     section = named_target_section(name)
     if _processes(section) != _processes(base):
         raise UsageError(
-            f"{name} trains with {_processes(section)} processes, the base with {_processes(base)}; more make "
-            "a larger batch, so all places need as many"
+            f"{name} trains with {_processes(section)} processes, the base with {_processes(base)}; the number "
+            "changes the batch size, so all places need the same number"
         )
     return TrialPlace(name, section, slots)
 

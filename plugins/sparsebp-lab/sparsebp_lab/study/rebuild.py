@@ -68,8 +68,8 @@ def rebuild(loaded: LoadedStudy, archive: Path) -> Rebuilt:
     name = loaded.study.study
     if loaded.study.search.is_sampled:
         raise UsageError(
-            f"{name}: a search of kind {loaded.study.search.kind} depends on when its trials ended: choices can be "
-            "derived again for a grid or for halving only"
+            f"{name}: the choices of a {loaded.study.search.kind} search depend on when its trials ended: SparseBP can "
+            "derive choices again only for grid and halving"
         )
     record = find_archived(name, archive)
     maker = TrialMaker(name, loaded.folders, record.generation)
@@ -109,16 +109,16 @@ def _find_others(loaded: LoadedStudy, record: StudyRecord, course: Course, store
     known = {run_id for run_id, *_ in asked}
     for key, trial in asked.items():
         if not has_plan(store.find(trial)):
-            yield f"{_describe(trial)}: the rules of the study ask for it, and the archive has no such run"
+            yield f"{_describe(trial)}: the study needs this trial, but the archive has no run of it"
         elif key not in listed:
-            yield f"{_describe(trial)}: run {key[0]} is there, and the list of trials does not have it as that"
+            yield f"{_describe(trial)}: run {key[0]} is in the archive, but the list of trials has no such entry"
     for one, key in zip(record.trials, listed, strict=True):
         if one.role == "control" and loaded.study.controls != "none":
             continue  # controls that a study adds itself follow from its report
         if key not in asked and (one.run_id not in known or one.role == "control"):
-            yield f"{_describe(one)}: run {one.run_id} was made, and the rules of the study do not ask for it"
+            yield f"{_describe(one)}: the list of trials has run {one.run_id}, but the study does not need this trial"
         elif key not in asked:
-            yield f"{_describe(one)}: run {one.run_id} is listed as that, and the rules of the study do not ask for it"
+            yield f"{_describe(one)}: run {one.run_id} is listed as this trial, but the study needs it as another one"
         elif listed.count(key) > 1:
             yield f"{_describe(one)}: run {one.run_id} is listed {listed.count(key)} times"
         elif one.pruned != asked[key].is_cut:

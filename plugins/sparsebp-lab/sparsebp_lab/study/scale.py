@@ -124,14 +124,14 @@ def find_wrong_scale(study: Study) -> Iterator[FieldError]:
         # Dotted keys of an arm override sections, so a section here would have no effect.
         hidden = [key for key in flatten(_sections(changes)) if key in study.arms[arm]]
         if hidden:
-            text = f"the arm has {hidden[0]} as a dotted key: write it so here, too"
+            text = f"the arm sets {hidden[0]} as a dotted key: write it as a dotted key here, too"
             yield FieldError(("scale", "arms", arm, hidden[0].split(".")[0]), text)
 
 
 def _find_fixed(location: tuple[str, ...], base: Mapping[str, object]) -> Iterator[FieldError]:
     for key in base:
         if key in WITHOUT:
-            yield FieldError((*location, key), "cannot stand here: the study's arms have names, and this is their base")
+            yield FieldError((*location, key), "leave it out: this is only the base recipe of the study's arms")
 
 
 def _sections(changes: Mapping[str, object]) -> dict[str, object]:

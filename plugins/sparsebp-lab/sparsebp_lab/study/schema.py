@@ -27,8 +27,8 @@ class BudgetSection(BaseModel):
     )
 
     same: Literal["steps", "cost", "time", "tokens"] = Field(
-        description="What every arm has as much of: steps; cost, the FLOPs of steps with the update, counted "
-        "in its rehearsal; time of steps, as its rehearsal took; input tokens, padding included, as it counted."
+        description="What all arms get the same amount of: steps; cost, the FLOPs of steps with the update; time "
+        "of steps; or input tokens, padding included. A rehearsal of each arm measures cost, time and tokens of a step."
     )
     as_arm: str | None = Field(
         None, alias="as", description="For cost, time and tokens: the arm whose steps are the budget of all."
@@ -38,15 +38,15 @@ class BudgetSection(BaseModel):
     )
     seconds: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="For same: time, instead of `as`: seconds of steps that each arm has. Alone it means the same.",
+        description="For same: time, instead of `as`: seconds of steps of each arm. Alone it implies same: time.",
     )
     tokens: PositiveInt | None = Field(
         None, description="For same: tokens, instead of `as`: input tokens that each arm has."
     )
     part: dict[Name, Annotated[float, Field(gt=0.0, le=1.0)]] = Field(
         default_factory=dict,
-        description="For cost, time and tokens: arm to the part of the budget that it has, such as {lossless: 0.5}, to "
-        "ask whether it is as good for less. The others have the whole.",
+        description="For cost, time and tokens: arm to its fraction of the budget, such as {lossless: 0.5}, to test "
+        "whether it is as good for less. The other arms get the whole budget.",
     )
 
     @model_validator(mode="before")
@@ -66,7 +66,7 @@ class BudgetSection(BaseModel):
         if self.same in {"time", "tokens"} and (self.as_arm is None) is (self.amount is None):
             amount = "seconds: N" if self.same == "time" else "tokens: N"
             raise ValueError(
-                f"same: {self.same} needs {amount}, or as: ARM, the arm whose steps say how much; not both"
+                f"same: {self.same} needs {amount}, or as: ARM, the arm whose steps set the amount; not both"
             )
         if self.amount is not None and self.steps is not None:
             raise ValueError("steps belong to the arm under `as`; leave them out with seconds or tokens")
@@ -121,17 +121,20 @@ class SearchSection(Section):
 
     kind: Literal["grid", "halving", "tpe", "random"] = Field(
         "grid",
-        description="grid: every combination. halving: the same for a part of their steps, then the best go on. tpe: "
-        "Optuna proposes each from the results before it. random: drawn without looking, the control of tpe.",
+        description="grid: train every combination. halving: train every combination for some steps, then continue the "
+        "best. tpe: Optuna proposes each from earlier results. random: draw each at random, the control of tpe.",
     )
     trials: Annotated[int, Field(ge=2)] | None = Field(
         None, description="For tpe and random: combinations of each arm."
     )
     reduction: Annotated[int, Field(ge=2)] = Field(
-        3, description="For halving: one of so many goes on, from one of so many steps."
+        3,
+        description="For halving: one of this many combinations continues after one of this many parts of the steps.",
     )
     extend: CountFromZero = Field(
-        4, description="For grid: values that are added at each side of a list of numbers while an arm's best is there."
+        4,
+        description="For grid: how many values to add at most at an end of a list of numbers, while an arm's best is "
+        "there.",
     )
     seed: CountFromZero = Field(0, description="For tpe and random: the seed of what is proposed.")
 
@@ -173,14 +176,16 @@ class ClaimSection(Section):
 
     arm: Name = Field(description="The arm that it is about.")
     metric: str = Field(
-        description="A logged metric. Of eval/ and test/ the value after the last step is meant, of memory/ the "
-        "largest, of time/ the median after warm-up, of others the mean over steps."
+        description="A logged metric. The value is for eval/ and test/ that after the last step, for memory/ the "
+        "largest, for time/ the median after warm-up, for others the mean over steps."
     )
     value: float = Field(description="The number, in the metric's unit: a share and not percent.")
     of: Name | None = Field(
-        None, description="Arm by whose value that of `arm` is divided: 0.56 of dense. null: the value itself."
+        None, description="Divide the value of `arm` by that of this arm: 0.56 of dense. null: the value itself."
     )
-    where: Annotated[str, Field(min_length=1)] = Field(description="Where it stands, such as `table 2`.")
+    where: Annotated[str, Field(min_length=1)] = Field(
+        description="Where the paper gives the number, such as `table 2`."
+    )
 
 
 class PaperSection(Section):

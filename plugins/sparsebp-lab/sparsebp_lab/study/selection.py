@@ -86,13 +86,13 @@ def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
     missing = [trial for trial, run in found if trial.role == "report" and run.state not in OVER]
     is_complete = not missing and not any(trial.role == "report" for trial in compared if runs_of.load(trial) is None)
     if not is_complete:
-        warnings.append("nothing is stated on quality before all runs of the report are over")
+        warnings.append("compare says nothing about quality before all runs of the report have ended")
     if tuning and len({trial.seed for trial in record.trials if trial.role == "tune"}) < ENOUGH_SEEDS:
         warnings.append(f"tuned with fewer than {ENOUGH_SEEDS} seeds: statements hold at these values, not for methods")
     runs = tuple(replace(run, name=trial.arm) for trial, run in found)
     if record.paper is not None and record.paper.scaled:
         other = ", ".join(record.paper.scaled)
-        warnings.append(f"scaled: nothing follows from these runs for {record.paper.title}; they have {other}")
+        warnings.append(f"scaled: these runs say nothing about {record.paper.title}, because they have {other}")
     choice = _find_choice(combinations, runs_of)
     tuned_by = find_tuned_by(chosen, {arm for arm, _ in combinations})
     return StudySelection(runs, tuple(tuning), tuple(warnings), choice, tuned_by, is_complete, record.paper)

@@ -17,7 +17,7 @@ STEPS = (
     *("flops/", "proof/", "probe/", "speed/", "fidelity/"),
 )
 OF_STEPS = {"layers", "proof", "memory", "examples", "samples"}  # record kinds that measure single steps
-NOTE = "what single steps took and measured was left out of this archive (--thin), other than their FLOPs"
+NOTE = "this archive (--thin) leaves out the times and measurements of single steps, except their FLOPs"
 DIGITS = 3  # digits of the seconds at which something was written
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sparsebp_lab.judge.session import JudgeSession, Terms
 
 POLL_SECONDS = 0.2
-STOPPING = "stopping what runs; run the same command again to continue; Ctrl-C again ends it at once"
+STOPPING = "stopping the running trials; run the same command again to continue; press Ctrl-C again to end them at once"
 AGAINST = RECIPE_HELP.rstrip(".") + "; with --script a branch, tag or commit."
 CANDIDATE = "A recipe, or a policy for the baseline's recipe (default: that recipe with --set). With --script a commit."
 SCRIPT = "Judge your own command at two commits: 'python train.py --seed {seed}', which logs to MLflow."

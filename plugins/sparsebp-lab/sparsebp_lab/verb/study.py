@@ -35,7 +35,9 @@ FILE = "The study (YAML), or its name in `sparsebp recipes`."
 SCALED = "Run a smaller version of the study, as its key `scale` describes."
 TARGET = "Train everything on this target of `sparsebp targets`, instead of the study's key `where`."
 FROM = "Train nothing; check the choice of values of this archived study."
-STOPPING = "stopping: what runs ends with a checkpoint, and the same command goes on; Ctrl-C again ends it at once"
+STOPPING = (
+    "stopping: running trials end with a checkpoint; the same command continues them; Ctrl-C again ends them at once"
+)
 KILLING = "ending it at once"
 
 

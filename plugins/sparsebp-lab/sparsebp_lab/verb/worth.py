@@ -29,7 +29,7 @@ LESSON = {
     "dense": "dense itself",
     "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
     "could": "costs less than dense with a batch of as much noise: train it",
-    "decide by training": "the interval includes 1, or its bias does not average out, which the law does not count",
+    "decide by training": "the interval includes 1, or the method has a bias, which this estimate does not count",
 }
 
 
@@ -78,8 +78,8 @@ def _explain(found: WorthAnswer, *, is_narrow: bool) -> Iterator[str]:
         yield short + LESSON[verdict]
     if any(map(_is_slower, found.policies)):
         yield (
-            "rate: the noise shortens Adam's steps to that share. A higher learning rate gives a part of it back: "
-            "tune it before a policy is judged by training."
+            "rate: the noise shortens Adam's steps to that fraction. A higher learning rate restores a part of it: "
+            "tune it before you judge a policy by training."
         )
     if is_narrow:
         left_out = ", ".join(name for name in NUMBERS if name not in DECISIVE)
@@ -95,10 +95,10 @@ def _explain(found: WorthAnswer, *, is_narrow: bool) -> Iterator[str]:
 
 def _list_exceptions(found: WorthAnswer) -> Iterator[str]:
     if any(policy.remembers for policy in found.policies):
-        yield "*: chooses by what it remembers of earlier steps; measured as at its first step."
+        yield "*: chooses by state from earlier steps; measured as at its first step."
     for one in found.policies:
         if one.as_at_step is not None:
-            yield f"{one.name}: leaves nothing out so early; measured as if at step {one.as_at_step}."
+            yield f"{one.name}: skips no work in early steps; measured as if at step {one.as_at_step}."
     for other in found.left_out:
         yield f"not measured: {other.name}: {other.why}"
 
