@@ -54,7 +54,7 @@ def test_what_differs_is_listed_and_nothing_is_trained(call: Cli, write_recipe: 
     assert (done.returncode, done.stdout) == (2, "")
     assert "code.torch" in done.stderr
     assert '"1.0"' in done.stderr
-    assert f"run {run.run_id} would not be the same again: code.sparsebp, code.torch; --anyway" in done.stderr
+    assert f"run {run.run_id} cannot be repeated exactly: code.sparsebp, code.torch changed; --anyway" in done.stderr
     assert count_runs() == 1
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_is_alive_is_not_repeated(call: Cli, finished: RunFolder, rol
     with finished.lock(role):
         done = call("rerun", finished.run_id)
     assert (done.returncode, count_runs()) == (101, 1)
-    assert "it can be repeated once it is over" in done.stderr
+    assert "repeat it after it has ended" in done.stderr
 
 
 def test_a_run_whose_target_does_not_answer_is_not_repeated(call: Cli, finished: RunFolder) -> None:

@@ -308,7 +308,7 @@ def test_a_sharded_run_leaves_whole_from_its_end_and_its_checkpoint(
 def test_a_run_that_stopped_leaves_from_its_checkpoint_alone(tiny_recipe: Any, prepared: Any, tmp_path: Path) -> None:
     run = train(tiny_recipe(checkpoint={"every": 4, "stop_at": 6}), prepared)
     with pytest.raises(
-        UsageError, match=r"has no model before it finishes: `sparsebp model \w+ --checkpoint last` takes"
+        UsageError, match=r"has no model before it finishes: `sparsebp model \w+ --checkpoint last` writes"
     ):
         release(run, tmp_path / "out")
     folder = release(run, tmp_path / "out", "last")

@@ -56,10 +56,10 @@ class SkyOptions(TargetOptions):
         default_factory=list, description="Names of variables of this machine that the worker gets as secrets."
     )
     sync_seconds: Annotated[float, Field(gt=0, le=600)] = Field(
-        10.0, description="How often the machine writes to the bucket; the seconds before a loss that are repeated."
+        10.0, description="Seconds between writes of the machine to the bucket; a run repeats as many after a loss."
     )
     poll_seconds: Annotated[float, Field(gt=0, le=600)] = Field(
-        20.0, description="The longest pause between two questions to SkyPilot and the bucket."
+        20.0, description="Longest pause, in seconds, between two queries to SkyPilot and the bucket."
     )
 
     @field_validator("setup")
@@ -76,5 +76,7 @@ class SkyOptions(TargetOptions):
             raise ValueError(f"secrets: {min(twice)} is in env, too; give it once")
         ignored = [name for name in ("image", "setup", "mounts", "disk_gb") if getattr(self, name)]
         if self.pool and ignored:
-            raise ValueError(f"{ignored[0]}: a pool has machines already; give it in the YAML of the pool")
+            raise ValueError(
+                f"{ignored[0]}: has no effect with pool, whose machines exist already; set it in the YAML of the pool"
+            )
         return self

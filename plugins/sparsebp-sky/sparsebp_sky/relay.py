@@ -168,7 +168,7 @@ class Relay:
                 self._put_lines(name, self._run / file)
             self._put_checkpoints(steps)
         except OSError as error:
-            print(f"the bucket cannot be written, it is tried again: {error}", file=sys.stderr, flush=True)
+            print(f"cannot write to the bucket, trying again: {error}", file=sys.stderr, flush=True)
             raise
 
     def _sync_last(self) -> None:

@@ -122,7 +122,7 @@ def test_a_bucket_that_fails_for_a_moment_loses_nothing(machine: Machine) -> Non
     (machine.folder / "work_once.py").write_text("import time\n" + WORKER.replace("sys.exit", line + "sys.exit"))
     done = machine.run(1)
     assert done.returncode == 0
-    assert "the bucket cannot be written, it is tried again" in done.stderr
+    assert "cannot write to the bucket, trying again" in done.stderr
     assert machine.journal() == '{"step": 1}\n'
 
 

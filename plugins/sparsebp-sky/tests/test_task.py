@@ -85,7 +85,7 @@ def test_a_task_for_a_pool_has_nothing_that_a_pool_would_ignore() -> None:
         ({"env": {"A": "1"}, "secrets": ["A"]}, "secrets: A is in env, too"),
         ({"secrets": ["HF_TOKEN=abc"]}, "secrets"),
         ({"setup": ["a\nb"]}, "write each line as a separate item"),
-        ({"pool": "workers", "setup": ["true"]}, "setup: a pool has machines already"),
+        ({"pool": "workers", "setup": ["true"]}, "setup: has no effect with pool"),
         ({"bucket": "runs"}, "bucket"),
         ({"remote": "--config=/tmp/x"}, "remote"),
         ({"gpus": ["L4 --foo"]}, "gpus"),

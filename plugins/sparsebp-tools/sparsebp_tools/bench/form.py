@@ -88,7 +88,7 @@ def find_forms(
                         BenchForm(site=site, label=label, options=options | values, execution=execution, keeps=valid)
                     )
     if not forms:
-        raise UsageError(f"{name!r} has no form at {', '.join(sites)} that multiplies less than dense")
+        raise UsageError(f"{name!r} cannot run at {', '.join(sites)} with fewer multiplications than dense")
     return tuple(forms)
 
 

@@ -96,7 +96,7 @@ def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, pl
         peak_ratio = round(count.peak_bytes / plain.peak_bytes, 4)
     note = ""
     if form is not None and form.execution == "csr" and count.backward_flops >= plain.backward_flops:
-        note = "ran masked: there is no product in CSR for this dtype here"
+        note = "ran with a mask: PyTorch has no CSR product for this dtype here"
     gain = _find_gain(case, count, plain, ratio.median)
     return BenchmarkRow(
         site=variant.sites or "",

@@ -145,8 +145,9 @@ def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], ow
     found = ["operators' own temporaries and what an allocator rounds up or cannot reuse are not counted"]
     if not request.gpu:
         found.append(
-            f"counted are tensors and the process before them; a process on a CPU held up to {HELD_ON_CPU:g} times as "
-            "much: libraries' buffers, freed memory that the C library keeps, and copies of the weights to save them"
+            f"the forecast counts tensors and the process before them; a process on a CPU held up to {HELD_ON_CPU:g} "
+            "times as much: libraries' buffers, freed memory that the C library keeps, and copies of the weights to "
+            "save them"
         )
     else:
         found += [
@@ -167,8 +168,10 @@ def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], ow
     if any(not kind.has_backward or kind.by_worker for kind in list_kinds(policies)):
         found.append("passes that a policy makes besides, to choose examples, are not counted")
     if make_dense(recipe).training.optim != recipe.training.optim:
-        found.append(f"dense is updated by adamw: {recipe.training.optim} needs what the policy keeps or freezes")
+        found.append(
+            f"the dense run uses adamw, because {recipe.training.optim} needs what the policy keeps or freezes"
+        )
     if own.trial is not None:
-        found.append("the work of trial passes, which come before few steps, is not in the hours")
+        found.append("the hours do not include trial passes, which run before a few steps only")
     found.append("evaluations, generations and checkpoints are not rehearsed")
     return found

@@ -40,7 +40,7 @@ def list_changes(recipe: Recipe) -> Iterator[RecipeChange]:
 def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
     backward, training = recipe.backward, recipe.training
     if recipe.schedule is None and [entry.name for entry in recipe.policy] == ["dense"]:
-        text = "the same gradient: what no loss needs is not computed; it saves where there is padding or a prompt"
+        text = "the same gradient, without work that no loss needs; saves if batches have padding or prompts"
         entry = PolicyEntry(name="lossless", **make_policy("lossless").model_dump(mode="json"))
         changed = recipe.model_copy(update={"policy": [entry]})
         yield RecipeChange(
@@ -58,8 +58,8 @@ def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
         clips = training.max_grad_norm is not None
         made = backward.model_copy(update={"update": "eager", "eager_clip": "exact" if clips else None})
         settings = ("backward.update=eager", *(["backward.eager_clip=exact"] if clips else []))
-        text = "the same gradient: each is applied and freed inside the backward"
-        text += ", which runs twice, for the norm of all" if clips else ""
+        text = "the same gradient: the backward applies and frees the gradient of each parameter at once"
+        text += "; it runs twice, first for the norm of all gradients" if clips else ""
         yield RecipeChange(settings, recipe.model_copy(update={"backward": made}), True, text)
     size = training.per_device_train_batch_size
     if size > 1:

@@ -12,6 +12,6 @@ def check() -> list[CheckResult]:
     try:
         notices = load_settings().notify
     except SparseBPError as error:
-        return [CheckResult("warn", "notify", str(error), "nothing is sent until it is corrected")]
+        return [CheckResult("warn", "notify", str(error), "no notification is sent until you correct this")]
     programs = ", ".join(notice.command[0] for notice in notices)
     return [CheckResult("ok", "notify", f"{programs}; nothing was sent")] if notices else []

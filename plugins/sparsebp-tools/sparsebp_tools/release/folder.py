@@ -96,7 +96,9 @@ def _restore(part: Path, model: ReleasedModel) -> tuple[dict[str, Any], list[str
     section = model.plan.recipe.model
     origin, notes = Origin.find(section), []
     if origin.config is None and origin.used:
-        notes.append(f"its config keeps {', '.join(origin.used)} of the recipe: the source's is not on this machine")
+        notes.append(
+            f"its config keeps {', '.join(origin.used)} of the recipe: the source model is not on this machine"
+        )
     labels: Any = model.history.facts.get("label_names") or []
     config = source.restore_config(source.read_json(part / source.CONFIG), origin, labels)
     _write(part / source.CONFIG, config)

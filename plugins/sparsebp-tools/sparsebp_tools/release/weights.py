@@ -48,7 +48,9 @@ def find_weights(run: RunFolder, plan: Plan, history: History, word: str | None)
         lacks = f"run {run.run_id} is {run.state()} and has no model before it finishes"
         if not steps:
             raise UsageError(f"{lacks}; it has no checkpoint either")
-        raise UsageError(f"{lacks}: `sparsebp model {run.run_id} --checkpoint last` takes that of step {steps[-1]}")
+        raise UsageError(
+            f"{lacks}: `sparsebp model {run.run_id} --checkpoint last` writes the model of step {steps[-1]}"
+        )
     return _find_checkpoint(run, word, steps)
 
 

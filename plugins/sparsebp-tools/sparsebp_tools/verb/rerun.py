@@ -50,7 +50,7 @@ def rerun(
     if changes and not anyway:
         print_changes([list(change) for change in changes])
         fields = ", ".join(change.field for change in changes)
-        text = f"run {old.run_id} would not be the same again: {fields}; --anyway trains it all the same"
+        text = f"run {old.run_id} cannot be repeated exactly: {fields} changed; --anyway trains it in spite of this"
         raise ChangedError(old.run_id, "", changes, text=text)
     check_plans([plan])
     with Interrupts() as interrupts:
@@ -81,7 +81,7 @@ def read_finished(run: RunFolder) -> tuple[Plan, Seal]:
 
     plan = Plan.load(run.plan_file)
     if not (state := run.state()).over:
-        raise RunBusyError(f"run {run.run_id} is {state}: it can be repeated once it is over")
+        raise RunBusyError(f"run {run.run_id} is {state}: repeat it after it has ended")
     if (seal := read_seal(run.path)) is None or not seal.data:
         raise UsageError(
             f"run {run.run_id} does not record the code and data it trained with; "
