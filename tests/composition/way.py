@@ -84,7 +84,7 @@ _DROPPED = (
 )
 _QUANTIZED = (
     "{name} with quantised linears (at 'base_model.model.model.layers.0.self_attn.q_proj.base_layer') is not "
-    "supported: no part of a quantised weight is trained"
+    "supported: quantised weights cannot be trained in part"
 )
 _PARTS = "parts of weights and reentrant checkpointing (at 'model'): enable checkpointing with use_reentrant=False"
 _CHECKPOINTED = (
@@ -154,8 +154,8 @@ def _find_part_refusal(other: Way, way: Way, second: Way) -> str:
         return "" if other.question == "ExampleSelector" else beside
     return {
         "update": f"{name} needs update='deferred', got 'eager': parts are written into the weights after a whole step",
-        "segments": f"{name} with segments=2 is not supported: segments know the parameters of layers, and parts are "
-        "none of them",
+        "segments": f"{name} with segments=2 is not supported: segments support the parameters of layers, but not "
+        "parts of weights",
     }[other.question]
 
 

@@ -199,8 +199,8 @@ def test_evaluation_computes_all_channels_and_the_report_says_so() -> None:
         assert torch.equal(model(**batch()).loss, dense)
     engine.backward(model(**batch()).loss)
     text = str(engine.report())
-    assert "50% of the positions leave channels of frozen weights out" in text
-    assert "another model than the one that is evaluated" in text
+    assert "50% of the positions skip channels of frozen weights" in text
+    assert "training and evaluation compute different models" in text
     assert not POLICY.exact
     assert not POLICY.unbiased
 
@@ -266,10 +266,12 @@ def test_a_killed_run_resumes_identically_and_does_what_it_claims(tiny_recipe: A
 
 def test_a_recipe_without_adapters_or_with_outputs_alone_is_refused() -> None:
     recipe = ROOT / "recipes" / "methods" / "sparse-lora.yaml"
-    with pytest.raises(RecipeError, match=r"whose weights alone are trained: needs model\.lora, got null"):
+    with pytest.raises(RecipeError, match=r"so only adapters can train: needs model\.lora, got null"):
         load_recipe(recipe, ["~model.lora"])
     text = ["dataset.name=python-docs", "dataset.format=text", "dataset.eval_split=test"]
-    with pytest.raises(RecipeError, match="keeps all channels where outputs are, which are all positions of a text"):
+    with pytest.raises(
+        RecipeError, match="keeps all channels at output positions, and all positions of a text are outputs"
+    ):
         load_recipe(recipe, text)
     load_recipe(recipe, [*text, "policy.0.outputs=sparse"])
 

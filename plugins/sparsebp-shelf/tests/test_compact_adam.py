@@ -123,7 +123,7 @@ def test_without_a_policy_that_keeps_its_matrix_it_is_refused() -> None:
     optimizer = CompActAdamW(model.parameters())
     loss_of(model).backward()
     with pytest.raises(
-        UnsupportedError, match=r"compact keeps moments .* give the optimizer to attach\(optimizer=...\)"
+        UnsupportedError, match=r"compact needs the projection .* pass the optimizer to attach\(optimizer=...\)"
     ):
         optimizer.step()
     for policy in (CompAct(keep=0.5), CompAct(keep=1.0, interval=2)):

@@ -132,7 +132,7 @@ def test_no_adapters_other_adapters_and_trained_first_factors_are_refused() -> N
     model = adapted()
     optimizer = build_optimizer(section, model)
     loss_of(model).backward()
-    with pytest.raises(UnsupportedError, match=r"this factor is trained: freeze all of \*lora_A\*"):
+    with pytest.raises(UnsupportedError, match=r"one of them is trained: freeze all of \*lora_A\*"):
         optimizer.step()
 
 

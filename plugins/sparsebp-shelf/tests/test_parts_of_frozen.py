@@ -169,5 +169,7 @@ def test_an_optimizer_with_state_is_refused() -> None:
     optimizer = optimizer_of(model)
     loss_of(model).backward()
     optimizer.step()
-    with pytest.raises(UsageError, match="the optimizer has state already, and gets parts of frozen weights"):
+    with pytest.raises(
+        UsageError, match="the optimizer has state already, but the policy adds parts of frozen weights"
+    ):
         sbp.attach(model, POLICY, optimizer=optimizer)

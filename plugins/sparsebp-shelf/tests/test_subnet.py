@@ -211,7 +211,10 @@ def test_bad_options_are_refused(options: Any, message: str) -> None:
     [
         ({"rows": ["*.upp"]}, "rows: '.*upp' matches no linear"),
         ({"rows": ["*.up"], "columns": ["0.*"]}, "'0.up' is in rows and in columns"),
-        ({"rows": ["*.up"], "columns": ["0.down"], "coupled": True}, "'1.up' has no linear with columns beside"),
+        (
+            {"rows": ["*.up"], "columns": ["0.down"], "coupled": True},
+            "'1.up' needs a linear with columns in the same module",
+        ),
         ({"blocks": ["*"], "block_size": 4}, "blocks: '0.up' has 6 outputs, no multiple of block_size: 4"),
         (
             {"rows": ["*.up"], "columns": ["*.gate"], "coupled": True},

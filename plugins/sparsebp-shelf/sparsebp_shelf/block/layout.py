@@ -113,10 +113,11 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
         if layout is None:
             raise UnsupportedError(
                 f"{asker} does not know the residual blocks of {kind}; known: "
-                f"{', '.join(sorted(_ENCODERS | branches))}; others come through the entry-point group sparsebp.layouts"
+                f"{', '.join(sorted(_ENCODERS | branches))}; a plug-in can add others "
+                "under the entry-point group sparsebp.layouts"
             )
         if all(block.kind == "attention" for block in layout):
-            raise UnsupportedError(f"{asker} drops residual blocks; the MLP of {kind} is not a separate module")
+            raise UnsupportedError(f"{asker} drops residual blocks, but the MLP of {kind} is not a separate module")
         for block in layout:
             parts = dict(_find_parts(name, layer, block))
             first = _name_of(block, parts)
@@ -149,8 +150,8 @@ def refuse_norms_of_the_stream(model: nn.Module, asker: str) -> None:
         name = type(layer).__name__
         if name in _ENCODERS and name not in layouts:
             raise UnsupportedError(
-                f"{asker} leaves blocks out of the forward, and {name} normalises the residual stream after each of "
-                "them: not supported"
+                f"{asker} skips blocks in the forward, which is not supported: {name} normalises the residual "
+                "stream after each block"
             )
 
 

@@ -64,11 +64,11 @@ def _try(policy: BlockDropper, blocks: Sequence[ResidualBlock], state: State) ->
     """Return the state after trial passes in which each block's parameter has a gradient, unless it is dropped."""
     assert isinstance(policy, Stateful)
     step = next((s for index in range(NUM_STEPS) if policy.wants_trials(s := _at(index, state))), None)
-    require(step is not None, f"{name_of(policy)}: has_trials, but wants none at any step")
+    require(step is not None, f"{name_of(policy)}: has_trials is true, but wants_trials returns none at any step")
     assert step is not None
     names = {block.name for block in blocks}
     decisions = [frozenset(tried) for tried in policy.wants_trials(step) if not isinstance(tried, TrialPass)]
-    require(all(tried <= names for tried in decisions), f"{name_of(policy)}: wants to try unknown blocks")
+    require(all(tried <= names for tried in decisions), f"{name_of(policy)}: wants_trials names unknown blocks")
     sizes = torch.rand(len(blocks), generator=torch.Generator().manual_seed(0))
     shown = [ParameterGradient(block.name, size) for block, size in zip(blocks, sizes, strict=True)]
     seen = [policy.look([one for one in shown if one.name not in tried], step) for tried in decisions]

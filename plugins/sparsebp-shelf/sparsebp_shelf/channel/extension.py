@@ -185,7 +185,7 @@ class ChannelExtension(EngineExtension):
         step, name = self._engine.now(), group.about.name
         if step != self._step:
             raise UsageError(
-                f"{group.about.module!r} runs again after its forward's step, with other channels: run the "
+                f"{group.about.module!r} runs again after the step of its forward, with other channels: run the "
                 "backward of each forward before the next one"
             )
         if name in self._choices:
@@ -204,8 +204,8 @@ class ChannelExtension(EngineExtension):
             raise PolicyError(f"{type(self.policy).__name__} must choose {kept} channels, int64, got {index_K.shape}")
         self._choices[name] = index_K.to(hidden_BTD.device)
         self._engine.notes["channels"] = (
-            f"at step {step.index} {self._rows.context_share:.0%} of the positions leave channels of frozen weights "
-            "out: what is trained is another model than the one that is evaluated"
+            f"at step {step.index} {self._rows.context_share:.0%} of the positions skip channels of frozen "
+            "weights: training and evaluation compute different models"
         )
 
 

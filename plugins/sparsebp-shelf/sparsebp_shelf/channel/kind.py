@@ -129,13 +129,15 @@ CHANNEL_SELECTOR = Kind(
             "They know linears, rows and losses of the whole forward, of which some channels are not computed.",
         ),
         rule.at_linears("Nodes are those of the model's own products."),
-        rule.not_with("segments", rule.GIVEN, "segments run the layers without gradients first, where all is computed"),
+        rule.not_with(
+            "segments", rule.GIVEN, "segments first run the layers without gradients, where no channel is skipped"
+        ),
         rule.Rule(
-            "{policy} leaves channels out under adapters, whose weights alone are trained: needs model.lora, got null",
+            "{policy} skips channels of frozen weights, so only adapters can train: needs model.lora, got null",
             options={"lora": rule.ABSENT},
         ),
         rule.Rule(
-            "{policy} keeps all channels where outputs are, which are all positions of a text: needs "
+            "{policy} keeps all channels at output positions, and all positions of a text are outputs: needs "
             "{format:completion} or classification, or outputs: sparse, got {format:=}",
             policy={"keeps_outputs": (True,)},
             options={"format": ("text",)},

@@ -170,8 +170,8 @@ class ExamplesOverride(ForwardOverride):
         labels = arguments.get("labels")
         if not isinstance(labels, Tensor):
             raise UsageError(
-                f"{type(self._policy).__name__} needs labels among the model's arguments: logits of chosen "
-                "examples do not fit the labels of all of them"
+                f"{type(self._policy).__name__} needs labels among the model's arguments: without them, "
+                "the script would compare logits of chosen examples with labels of all examples"
             )
         step, targets_B = self._states.show(self._policy, self._engine.now()), count_targets(labels)
         spent = ScoringCost(labels.device)
@@ -283,7 +283,10 @@ class ExamplesOverride(ForwardOverride):
         part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
         if labels.ndim == 1:
             if self._extension.compares:
-                raise UnsupportedError(f"{type(self._policy).__name__} compares with a reference language model")
+                raise UnsupportedError(
+                    f"{type(self._policy).__name__} compares with a reference language model, but the model "
+                    "is a classifier"
+                )
             return self._classify(part, labels, with_norms=policy.reads_gradient_norm)
         assert self._scorer is not None
         next_BT = next_tokens(_tensor(part, "labels"))
@@ -322,9 +325,7 @@ class ExamplesOverride(ForwardOverride):
     def _check_labels(self, labels: Tensor) -> None:
         """Raise an error for labels that fit neither a language model nor one class for each example."""
         if labels.is_floating_point():
-            raise UsageError(
-                f"{type(self._policy).__name__} classifies: labels must be whole numbers, got {labels.dtype}"
-            )
+            raise UsageError(f"{type(self._policy).__name__} needs class labels: whole numbers, got {labels.dtype}")
         if labels.ndim > 1 and self._scorer is None:
             raise UnsupportedError(
                 f"{type(self._policy).__name__} needs a language model or one label an example, got labels of shape "

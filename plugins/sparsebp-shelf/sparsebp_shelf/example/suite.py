@@ -61,7 +61,7 @@ def _check_choice(policy: ExampleSelector) -> None:
 def _check_weights(policy: ExampleSelector, choice: Tensor | WeightedExamples) -> None:
     if isinstance(choice, Tensor):
         return
-    require(policy.weighs, f"{name_of(policy)}: returns weights, and weighs is False")
+    require(policy.weighs, f"{name_of(policy)}: returns weights, but weighs is False")
     weight_K = choice.weight_K
     good = weight_K.is_floating_point() and weight_K.shape == choice.index_K.shape
     require(good, f"{name_of(policy)}: must return one weight for each example, of a floating-point dtype")
@@ -113,7 +113,7 @@ def _differing(policy: ExampleSelector, number: int, first: Step, others: Sequen
 
 def _check_exact(policy: ExampleSelector) -> None:
     good = policy.exact or policy.weighs or not policy.unbiased
-    require(good, f"{name_of(policy)}: a mean over targets of chosen examples is biased")
+    require(good, f"{name_of(policy)}: says it is unbiased, but a mean over targets of chosen examples is biased")
     for examples, step in _cases(policy):
         dense = not policy.exact or policy.choose(examples, step) is None
         require(dense, f"{name_of(policy)}: says it is exact, but chooses at step {step.index}")
@@ -132,7 +132,7 @@ def _check_mean_weight(policy: ExampleSelector) -> None:
             choice, weight_B = policy.choose(examples, replace(step, draw=draw)), torch.ones(examples.number).double()
             if choice is not None:
                 good = isinstance(choice, WeightedExamples) and choice.denominator == "targets"
-                require(good, f"{name}: says it is unbiased, and divides by what was drawn")
+                require(good, f"{name}: says it is unbiased, but does not divide by the targets of the whole batch")
                 assert isinstance(choice, WeightedExamples)
                 weight_B = torch.zeros_like(weight_B).index_copy_(0, choice.index_K, choice.weight_K.double())
             total_B += weight_B

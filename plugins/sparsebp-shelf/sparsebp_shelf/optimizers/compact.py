@@ -59,7 +59,7 @@ class CompActAdamW(SeparateOptimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if self._find is None:
             raise UnsupportedError(
-                "compact keeps moments in the projection of a policy: give the optimizer to attach(optimizer=...)"
+                "compact needs the projection of a policy to keep moments: pass the optimizer to attach(optimizer=...)"
             )
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None  # step() skips parameters without a gradient

@@ -63,8 +63,7 @@ class LoRAFA(SeparateOptimizer):
             first_RD, scale = self._adapters[parameter]
             if first_RD.requires_grad:
                 raise UnsupportedError(
-                    "lora-fa projects by the first factor of an adapter as drawn, but this factor is "
-                    "trained: freeze all of *lora_A*"
+                    "lora-fa needs frozen first factors of adapters, but one of them is trained: freeze all of *lora_A*"
                 )
             gradient = project(gradient, first_RD, scale)
         state["step"] = state.get("step", 0) + 1

@@ -259,7 +259,7 @@ class PartOverride(ForwardOverride):
         if weight.device != self.leaf.device or weight.dtype != self.leaf.dtype:
             raise UnsupportedError(
                 f"{self.name!r} has become {weight.dtype} on {weight.device} after its part was chosen "
-                f"({self.leaf.dtype} on {self.leaf.device}): move or convert the model before"
+                f"({self.leaf.dtype} on {self.leaf.device}): move or convert the model before attach"
             )
         return run_part(self.module, input, self.leaf, self.form, self.part, reference=self._engine.reference)
 
@@ -288,7 +288,8 @@ class _Swap:
         """Raise :class:`UsageError` if the optimizer has state, because the added parts would have none."""
         if self._optimizer.state:
             raise UsageError(
-                "the optimizer has state already, and gets parts of frozen weights: attach before its first step"
+                "the optimizer has state already, but the policy adds parts of frozen weights: attach before its "
+                "first step"
             )
 
     def add(self, weights: Iterable[Tensor]) -> None:

@@ -126,7 +126,7 @@ PART_SELECTOR = Kind(
         ),
         rule.at_linears(does=" trains parts of the weights of linears:"),
         rule.needs("update", "deferred", ("eager",), "parts are written into the weights after a whole step"),
-        rule.not_with("segments", rule.GIVEN, "segments know the parameters of layers, and parts are none of them"),
+        rule.not_with("segments", rule.GIVEN, "segments support the parameters of layers, but not parts of weights"),
         rule.one_process("DDP and FSDP know the parameters of the model, and parts are none of them."),
         rule.Rule(
             "{policy} in a schedule of phases is not supported: the optimizer's state of a part does not fit the whole "
@@ -134,19 +134,19 @@ PART_SELECTOR = Kind(
             options={"phases": rule.SEVERAL},
         ),
         rule.not_with(
-            "optim", ("adagrad",), "this optimizer has state of whole weights before parts of them are chosen"
+            "optim", ("adagrad",), "this optimizer creates state for whole weights before the policy chooses parts"
         ),
         rule.not_with("float8", rule.GIVEN, "the product of a part would have another float8 scale"),
-        rule.not_with("quantization", rule.GIVEN, "no part of a quantised weight is trained"),
+        rule.not_with("quantization", rule.GIVEN, "quantised weights cannot be trained in part"),
         rule.not_in_trainer(
             "{policy} trains parts of weights, which a Trainer cannot: it clips the gradients of the model's "
             "parameters; run a recipe, or your own loop"
         ),
-        rule.needs_optimizer("parts take the place of their weights in it"),
+        rule.needs_optimizer("parts replace their weights in the optimizer"),
         rule.Rule(
-            "{policy} under DDP is not supported: DDP knows the parameters of the model, and parts are none of them",
+            "{policy} under DDP is not supported: DDP knows the parameters of the model, but not parts of weights",
             options={"wrapped": ("DDP",)},
         ),
-        rule.not_compiled("compiled layers keep the forwards of their linears"),
+        rule.not_compiled("compiled layers keep the old forwards of their linears"),
     ),
 )

@@ -158,7 +158,9 @@ def group_weights(
     for group in members.values():
         if coupled and len({member.kind for member in group}) == 1:
             other = "columns" if group[0].kind == "rows" else "rows"
-            raise PolicyError(f"coupled: {group[0].weight.name!r} has no linear with {other} beside it in its module")
+            raise PolicyError(
+                f"coupled: {group[0].weight.name!r} needs a linear with {other} in the same module, which has none"
+            )
     return [WeightGroup(tuple(group), not whole) for group in members.values()]
 
 

@@ -107,7 +107,7 @@ class GradES(Stateful[Parameter], ParameterSelector):
 
         names = _matrices(places)
         if not names and not self.exact:
-            raise PolicyError("no parameter that the model would train is a matrix of a layer: nothing can be frozen")
+            raise PolicyError("the model trains no matrix of a layer: grades has nothing to freeze")
         start = {f"start/{name}": torch.zeros(()) for name in names}
         small, rank = torch.zeros(len(names), dtype=torch.bool), torch.zeros(len(names))
         return {**start, "small": small, "rank": rank, "begun": 0.0}

@@ -27,14 +27,14 @@ class InputSaver(Policy):
 
     where: list[str] | None = Field(
         None,
-        description="Globs over the names of the linears of which less is saved, such as *.mlp.*. Others save their "
-        "whole input. null: all.",
+        description="Linears whose inputs the policy saves in less memory: globs over names, such as *.mlp.*. Other "
+        "linears save their whole input. null: all.",
         min_length=1,
     )
     layers: list[int] | None = Field(
         None,
-        description="Layers in which less is saved, from 0, or from the end as -1; an encoder's come before a "
-        "decoder's. Others save whole inputs. null: all.",
+        description="Layers in which the policy saves inputs in less memory, from 0, or from the end as -1; an "
+        "encoder's layers come before a decoder's. Other layers save whole inputs. null: all.",
     )
 
     @property

@@ -76,14 +76,17 @@ def _check_saved(policy: InputSaver) -> None:
         saved = _save(policy, x_ND, step)
         claim = policy.count_bytes_at(_site(x_ND), step, x_ND.shape[0], x_ND.shape[1], x_ND.element_size())
         if saved is None:
-            require(claim == x_ND.nbytes, f"{name_of(policy)}: keeps the input, and claims {claim} bytes of it")
+            require(
+                claim == x_ND.nbytes,
+                f"{name_of(policy)}: keeps the whole input, but count_bytes_at claims {claim} bytes",
+            )
             continue
         says = "None" if policy.form is None else policy.form.__name__
         require(type(saved) is policy.form, f"{name_of(policy)}: saves {type(saved).__name__}, but says {says}")
         restored = saved.restore()
         same = restored.shape == x_ND.shape and restored.dtype == x_ND.dtype
         require(same, f"{name_of(policy)}: restores {restored.dtype} of {tuple(restored.shape)}")
-        text = f"{name_of(policy)}: keeps {saved.num_bytes} bytes of {tuple(x_ND.shape)}, and claims {claim}"
+        text = f"{name_of(policy)}: keeps {saved.num_bytes} bytes, but count_bytes_at claims {claim}"
         require(saved.num_bytes == claim, text)
         kept, number = saved.units
         text = f"{name_of(policy)}: keeps {kept} of {number}, its budget {policy.budget:g} allows fewer"
@@ -116,7 +119,7 @@ def _check_draws(policy: InputSaver) -> None:
     if held is not None:
         same = not any(differing("index", range(1, held)))
         same = same and any(differing("index", range(held, most * held, held)))
-        require(same, f"{name_of(policy)}: says that it draws for {held} steps, but does for more or fewer")
+        require(same, f"{name_of(policy)}: declares draws_for {held} steps, but its draws change after more or fewer")
 
 
 def _check_exact(policy: InputSaver) -> None:

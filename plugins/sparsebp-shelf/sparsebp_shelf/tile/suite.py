@@ -46,7 +46,9 @@ def _check_choice(policy: TileSelector) -> None:
         keep_HQK = policy.at(step).select(mass_HQK, tiles, step)
         text = f"{name_of(policy)}: select must return bool of shape {_SHAPE}"
         require(keep_HQK.dtype == torch.bool and keep_HQK.shape == _SHAPE, text)
-        require(torch.equal(mass_HQK, before), f"{name_of(policy)}: changes what it is given")
+        require(
+            torch.equal(mass_HQK, before), f"{name_of(policy)}: select changes the attention weights that it receives"
+        )
 
 
 def _select(policy: TileSelector, mass_HQK: Tensor, tiles: AttentionTiles, step: Step) -> Tensor:
@@ -63,7 +65,7 @@ def _check_exact(policy: TileSelector) -> None:
         return
     for mass_HQK, tiles, step in _cases():
         keep_HQK = policy.at(step).select(mass_HQK, tiles, step)
-        text = f"{name_of(policy)}: says it is exact, and skips a tile that has weight"
+        text = f"{name_of(policy)}: says it is exact, but skips a tile with attention weight"
         require(bool(keep_HQK[mass_HQK > 0.0].all()), text)
 
 
