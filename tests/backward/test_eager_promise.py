@@ -257,7 +257,7 @@ def test_options_of_groups_stay_those_of_the_users_optimizer() -> None:
     [
         (torch.optim.LBFGS, {}, UnsupportedError, "LBFGS: its step needs a closure"),
         (lambda p: ByTheSumOfAll(p, lr=0.1), {}, UnsupportedError, "ByTheSumOfAll: its update of a parameter depends"),
-        (None, {}, UsageError, "update='eager' needs optimizer="),
+        (None, {}, UsageError, "update='eager' needs the argument optimizer="),
         (
             torch.optim.SGD,
             {"max_grad_norm": 1.0},
