@@ -92,8 +92,8 @@ class ScaleFinder:
         if number >= _LEAST_BY_HAND and math.frexp(number)[0] == 0.5:
             self.note = (
                 f"the script multiplied a loss by {number:g} before its backward: if it divides gradients by that "
-                f"before the step, pass engine.backward(loss * {number:g}, loss_scale={number:g}); otherwise policies "
-                "keep gradients in a wrong unit once the number changes"
+                f"before the step, pass engine.backward(loss * {number:g}, loss_scale={number:g}), so that policies "
+                "keep gradients in the right unit"
             )
 
     def _is_scale(self, factor: Tensor) -> bool:

@@ -212,7 +212,7 @@ def test_a_forward_that_is_asked_for_attention_weights_runs_plainly() -> None:
         return output.loss + weights
 
     engine = _compare(model, loss, [_make_batch("right")])
-    assert "the script requests output_attentions" in engine.notes["packing"]
+    assert "their forward requests output_attentions" in engine.notes["packing"]
 
 
 @pytest.mark.parametrize("verify", ["first", "always", "never"])

@@ -179,7 +179,7 @@ def find_whole(model: PreTrainedModel, given: Mapping[str, Any], known: Collecti
     if picture := find_picture(model, given, known):
         return f"they have {picture}, and packing does not support batches with pictures or sound"
     asked = (name for name in sorted(OUTPUTS - set(known)) if given.get(name, getattr(model.config, name, False)))
-    return next((f"the script requests {name}, which a packed forward does not return" for name in asked), "")
+    return next((f"their forward requests {name}, which a packed forward does not return" for name in asked), "")
 
 
 def find_picture(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:

@@ -352,7 +352,10 @@ class HeldRows:
     def describe(self) -> str:
         """Return a sentence for the report."""
         if self.refused:
-            return f"prefixes are shared only within each batch: more is not supported with {self.refused}"
+            return (
+                "prefixes are shared only within each batch: sharing them over an update is not supported with "
+                f"{self.refused}"
+            )
         if not self.updates:
             return "prefixes are shared only within each batch: pass the micro-batches of an update to engine.expect"
         if not self.shared:
