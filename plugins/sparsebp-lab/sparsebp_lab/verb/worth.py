@@ -29,7 +29,7 @@ LESSON = {
     "dense": "dense itself",
     "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
     "could": "costs less than dense with a batch of as much noise: train it",
-    "decide by training": "the interval includes 1, or its bias does not average out, which this estimate does not count",
+    "decide by training": "the interval includes 1, or its bias does not average out, which the estimate ignores",
 }
 
 
