@@ -40,7 +40,7 @@ from sparsebp_sky.task import FOLDER, make_task, to_text
 
 PREFIX = "sparsebp"
 HANDLE = re.compile(rf"{PREFIX}-[\w.-]+-[0-9a-f]{{8}}")
-PART = re.compile(r"(journal|log)/([0-9]{15})")
+PART = re.compile(r"(journal|log)/([0-9]{15})b?")
 REST = "whole/rest.tar"
 WHOLE = re.compile(r"whole/(step-[0-9]+|rest)\.tar")
 TERM = 15
@@ -138,7 +138,7 @@ class SkyEngine(TargetEngine):
         sizes = self._bucket.list(handle, deep=True)
         found = [match for name in sizes if (match := PART.fullmatch(name))]
         for kind, file in (("journal", run.journal_file), ("log", run.log_file)):
-            for match in sorted((match for match in found if match[1] == kind), key=lambda match: match[2]):
+            for match in sorted((match for match in found if match[1] == kind), key=lambda match: match[0]):
                 begin, here = int(match[2]), size_of(file)
                 if begin <= here < begin + sizes[match[0]]:
                     append_lines(file, self._bucket.read(f"{handle}/{match[0]}", begin=here - begin))

@@ -3,13 +3,14 @@
     python relay.py BUCKET_FOLDER RUN_ID WORKER_MODULE SYNC_SECONDS
 
 The task contains this text, so it needs only Python 3.11.4. The worker writes to the machine's own disk. The relay puts
-whole objects into the bucket and closes each before the next. So after the loss of a machine at any moment, the next
-one can continue: the event log reaches at least as far as every checkpoint beside it.
+whole objects into the bucket and closes each before the next. It never writes an object of the event log again: it puts
+the longer one beside it first, because the machine may be lost in the middle. So after a loss at any moment, the next
+machine can continue: the event log reaches at least as far as every checkpoint beside it, and as the client's copy.
 
     start.tar             the run's folder as sent
     request               TERM: the worker must stop after a checkpoint
     owner                 the managed job that works on the run
-    journal/N, log/N      whole lines of the event log and of the output, from byte N on
+    journal/N, log/N      whole lines of the event log and of the output, from byte N on; every second one is called Nb
     whole/NAME.tar        a checkpoint; at the end also the rest of the folder
     state                 "working", or "over" and the worker's exit code
 """
@@ -31,7 +32,8 @@ from types import FrameType
 
 LINES = {"journal": "journal.jsonl", "log": "worker.log"}
 CHECKPOINT = re.compile(r"step-[0-9]+")
-PART_BYTES = 1 << 20  # the event log's last part is rewritten as it grows, up to this size
+PART_BYTES = 1 << 20  # the event log's last part is replaced as it grows, up to this size
+PLACE = 15  # digits of N
 APPEAR_SECONDS = 120.0  # time for a bucket to show what was put there before the job began
 LAST_PAUSES = (1.0, 5.0, 30.0, 60.0)  # between attempts to write the end of a run
 FOREIGN = 75  # exit code if another job works on the run
@@ -55,6 +57,7 @@ class Relay:
         self._signal = 0  # signal that this process got: the machine ends, not the run
         self._requested = False
         self._parts = dict.fromkeys(LINES, (0, 0))  # begin and end of the last part of each
+        self._objects = dict.fromkeys(LINES, "")  # name of the last part's object, empty before there is one
 
     def run(self) -> int:
         """Claim the run, restore its folder, run the worker; return the exit code of the job."""
@@ -68,13 +71,13 @@ class Relay:
         state, _, code = self._read("state").partition(" ")
         if state == "over":  # this job was started again after its worker had ended
             return self._job_code(int(code))
-        self._restore()
-        self._put("state", b"working")
+        self.restore()
+        self.put("state", b"working")
         code_of_worker = self._work()
         self._sync_last()
         # Losing the machine does not end the run: the job continues elsewhere, unless a stop was requested.
         if self._requested or not self._signal:
-            self._put("state", f"over {code_of_worker}".encode())
+            self.put("state", f"over {code_of_worker}".encode())
         return self._job_code(code_of_worker)
 
     def _job_code(self, code: int) -> int:
@@ -85,12 +88,12 @@ class Relay:
         """Return whether this job may work on the run: a bucket has no locks, but its last writer wins."""
         owner = self._read("owner")
         if not owner:
-            self._put("owner", self._job.encode())
+            self.put("owner", self._job.encode())
             time.sleep(self._seconds)
             owner = self._read("owner")
         return owner == self._job
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
         (self._home / "runs").mkdir(parents=True)
         with tarfile.open(self._bucket / "start.tar") as archive:
@@ -112,9 +115,10 @@ class Relay:
         """Append the bucket's event log or output, and return the number of bytes now present."""
         size = file.stat().st_size if file.exists() else 0
         with file.open("ab") as stream:
-            for path in self._list(name):
+            for path in sorted(self._list(name)):  # a part beside the one that it replaces, then the next part
                 data = path.read_bytes()
-                begin = int(path.name)
+                data = data[: data.rfind(b"\n") + 1]  # a machine that was lost may have left a part of a line
+                begin = int(path.name[:PLACE])
                 if begin <= size < begin + len(data):
                     stream.write(data[size - begin :])
                     size = begin + len(data)
@@ -165,7 +169,7 @@ class Relay:
             # List checkpoints before reading the event log, so the log reaches as far as each of them.
             steps = self._list_checkpoints()
             for name, file in LINES.items():
-                self._put_lines(name, self._run / file)
+                self.put_lines(name, self._run / file)
             self._put_checkpoints(steps)
         except OSError as error:
             print(f"cannot write to the bucket, trying again: {error}", file=sys.stderr, flush=True)
@@ -183,7 +187,7 @@ class Relay:
                     raise
             time.sleep(pause)
 
-    def _put_lines(self, name: str, file: Path) -> None:
+    def put_lines(self, name: str, file: Path) -> None:
         begin, end = self._parts[name]
         if not file.exists() or file.stat().st_size <= end:
             return
@@ -192,9 +196,14 @@ class Relay:
             data = stream.read()
         whole = data[: data.rfind(b"\n") + 1]
         if begin + len(whole) > end:
-            self._put(f"{name}/{begin:015d}", whole)
+            shorter, plain = self._objects[name], f"{begin:0{PLACE}d}"
+            longer = f"{plain}b" if shorter == plain else plain
+            self.put(f"{name}/{longer}", whole)
+            self._objects[name] = longer
+            if shorter in {plain, f"{plain}b"}:
+                (self._bucket / name / shorter).unlink(missing_ok=True)
             end = begin + len(whole)
-        # The next call begins a new part if this one is large, and otherwise writes this one again.
+        # The next call begins a new part if this one is large, and otherwise replaces this one.
         self._parts[name] = (end, end) if len(whole) >= PART_BYTES else (begin, end)
 
     def _list_checkpoints(self) -> list[str]:
@@ -232,7 +241,7 @@ class Relay:
             shutil.copyfileobj(source, target, 1 << 20)
         packed.unlink()
 
-    def _put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes) -> None:
         place = self._bucket / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(data)

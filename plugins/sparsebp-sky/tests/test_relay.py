@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sparsebp_sky
+from conftest import Sky
+from sparsebp_sky.relay import Relay
+from sparsebp_sky.task import FOLDER
+
+from sparsebp_cli.run import RunFolder
 
 RELAY = Path(sparsebp_sky.__file__).with_name("relay.py")
 # Says which checkpoint it goes on from, makes another, and ends with the code in CODE.
@@ -142,3 +149,52 @@ def test_an_archive_that_leads_out_of_the_machines_folder_is_not_unpacked(machin
     assert done.returncode != 0
     assert "OutsideDestinationError" in done.stderr
     assert list(machine.folder.rglob("escaped")) == []
+
+
+def lines(begin: int, end: int, machine: int) -> bytes:
+    return b"".join(b'{"step": %d, "machine": %d}\n' % (step, machine) for step in range(begin, end))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 83, 139, 140, 195])
+def test_a_machine_lost_while_it_writes_the_event_log_costs_no_line_and_tears_none(
+    sky: Sky, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cut: int
+) -> None:
+    """The client has read the log in between, and the next machine writes other lines than the lost one did."""
+    bucket = sky.bucket / FOLDER / "sparsebp-x-00000000"
+    bucket.mkdir(parents=True)
+    engine, client = sky.engine(), RunFolder(tmp_path / "client")
+    client.path.mkdir()
+    with tarfile.open(bucket / "start.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("x/plan.json"), io.BytesIO(b""))
+    journals = []
+    for number in (1, 2, 3):
+        monkeypatch.setenv("HOME", str(tmp_path / f"home-{number}"))
+        (tmp_path / f"home-{number}").mkdir()
+        relay = Relay(bucket, "x", "none", 0.1)
+        relay.restore()
+        journal = tmp_path / f"home-{number}" / ".sparsebp-x-00000000" / "runs" / "x" / "journal.jsonl"
+        begun = journal.read_bytes()
+        assert begun.startswith(client.journal_file.read_bytes() if number > 1 else b"")
+        for end in (2, 3, 5):
+            journal.write_bytes(begun + lines(0, end, number) + b'{"st')
+            relay.put_lines("journal", journal)
+            engine.pull(client, bucket.name)
+            assert client.journal_file.read_bytes() == begun + lines(0, end, number)
+        put = Relay.put
+
+        def break_off(self: Relay, name: str, data: bytes, put: Callable[..., None] = put) -> None:
+            put(self, name, data[:cut])
+            raise KeyboardInterrupt
+
+        journal.write_bytes(begun + lines(0, 8, number))
+        with monkeypatch.context() as lost:
+            lost.setattr(Relay, "put", break_off)
+            with pytest.raises(KeyboardInterrupt):
+                relay.put_lines("journal", journal)
+        engine.pull(client, bucket.name)
+        journals.append(client.journal_file.read_bytes())
+    machines = [json.loads(line)["machine"] for line in journals[-1].splitlines()]
+    assert machines == sorted(machines)
+    assert len(machines) >= 3 * 5
+    assert journals[2].startswith(journals[1])
+    assert journals[1].startswith(journals[0])
