@@ -69,10 +69,10 @@ def _exactness(record: Any) -> str:
         f"{record['comparisons']:,} updates were compared on {record['date']} at commit `{record['commit']}` (torch "
         f"{about['torch'].partition('+')[0]}, transformers {about['transformers']}, peft {about['peft']}, trl "
         f"{about['trl']}): {total['right']:,} packed and right, {total['plain']:,} run plainly, {total['refused']:,} "
-        f"refused by name, {total['wrong']:,} wrong. Of {possible:,} pairs of values {met:,} met. {record.get('note', '')}".rstrip()
-        + "\n\n"
+        f"refused by name, {total['wrong']:,} wrong. Of {possible:,} pairs of values {met:,} met."
     )
-    return head + table(["axis", "values drawn", "packed and right", "smallest share", "wrong"], rows)
+    head += f" {record['note']}" if "note" in record else ""
+    return f"{head}\n\n" + table(["axis", "values drawn", "packed and right", "smallest share", "wrong"], rows)
 
 
 def _waste(record: Any) -> str:
