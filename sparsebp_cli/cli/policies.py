@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import product
 from math import inf
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -18,7 +18,9 @@ from sparsebp_cli.cli.answer.recipe_record import PolicyLine, PolicyList, Policy
 from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
-from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector, Policy, TokenSelector
+
+if TYPE_CHECKING:
+    from sparsebp_cli.policy import FoundPolicy, Policy
 
 CARD_WORDS = {
     "use": "when",
@@ -103,6 +105,8 @@ def _word_claims(line: PolicyLine) -> list[str]:
 def describe_policy(found: FoundPolicy) -> PolicyLine:
     """Return a policy's properties for the author of a recipe. ``exact`` and ``unbiased`` are None if they depend on
     options that are not numbers."""
+    from sparsebp_cli.policy import EdgeRouter, GradientSelector, TokenSelector
+
     line: dict[str, Any] = {"name": found.name, "kind": found.kind, "source": found.source, "problem": found.problem}
     if found.policy_class is None:
         return PolicyLine(**line)

@@ -19,7 +19,6 @@ from sparsebp_cli.cli.quantity import show_age
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.cli.stored_run import find_studies
 from sparsebp_cli.errors import RunNotFoundError, UsageError
-from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import RunFolder, home, list_runs
 from sparsebp_cli.run.journal import describe_unreadable, find_outline
 from sparsebp_cli.run.label import Labels
@@ -230,6 +229,8 @@ def _show(line: RunLine, name: str) -> str | Text:
 
 def describe_run(folder: RunFolder) -> RunLine:
     """Return a run's line in a table of runs. Its state is ``damaged`` if the plan is."""
+    from sparsebp_cli.recipe.description import describe_policies
+
     labels = Labels.load(folder.path)
     line: dict[str, Any] = {"run_id": folder.run_id, "name": "?", "policy": "?", "state": "damaged"}
     line |= {"step": 0, "max_steps": 0, "seed": None, "eval_loss": None, "created": 0.0, "folder": str(folder.path)}

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from sparsebp_cli.cli.answer import speech, tell
-from sparsebp_cli.cli.answer.kind import KINDS, document_schema
 from sparsebp_cli.cli.answer.recipe_record import SchemaList
 from sparsebp_cli.cli.exit_code import EXIT_CODES
 from sparsebp_cli.cli.option import Format
@@ -51,6 +50,7 @@ def schema(
 
 def make_list() -> SchemaList:
     """Return every schema: of each kind of document, and of user files."""
+    from sparsebp_cli.cli.answer.kind import KINDS, document_schema
     from sparsebp_cli.recipe import recipe_schema
 
     tool = find_tool("study")

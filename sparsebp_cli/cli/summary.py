@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
 from sparsebp_cli.entry_point import entry_points
-from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.run.journal import list_asked
 from sparsebp_cli.run.metric import Metric
@@ -73,6 +72,8 @@ def summarise(
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
+
+    from sparsebp_cli.recipe.description import describe_policies
 
     recipe = run.read_plan()["recipe"]
     grid = Table.grid(padding=(0, 2))

@@ -15,7 +15,6 @@ from sparsebp_cli.cli.option import RUN_HELP, Format
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import find_all
 from sparsebp_cli.errors import SparseBPError, TrackingError, UsageError
-from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, list_runs
 from sparsebp_cli.tracker.contract import STORE, find_feeder
 
@@ -68,6 +67,8 @@ def _check_trackers(names: Sequence[str], uri: str | None) -> None:
 
 def _find_also(folder: RunFolder) -> list[str]:
     """Return the trackers that a run's recipe requests; none if its plan cannot be read (the store reports that)."""
+    from sparsebp_cli.plan import Plan
+
     with suppress(SparseBPError):
         return Plan.load(folder.plan_file).recipe.tracking.also
     return []

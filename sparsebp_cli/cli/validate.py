@@ -15,7 +15,6 @@ from sparsebp_cli.cli.screen import Output, print_error, print_line
 from sparsebp_cli.cli.worker_answer import ask_worker
 from sparsebp_cli.entry_point import find_tool, tell_home
 from sparsebp_cli.errors import SparseBPError, UsageError
-from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import RunFolder
 
 if TYPE_CHECKING:
@@ -74,6 +73,7 @@ def validate(
     """Check recipes and studies: keys, values, combinations, and the files that they name. Exits with 2 on errors."""
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds
+    from sparsebp_cli.recipe.description import describe_policies
     from sparsebp_cli.recipe.loader import is_targets_file
 
     studies_tool = find_tool("study")

@@ -11,10 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from sparsebp_cli.errors import SparseBPError, UsageError
-from sparsebp_cli.recipe.schema import DatasetSection
-from sparsebp_cli.source import DATASETS, find_source
-from sparsebp_cli.source.column import find_readings, write_keys
-from sparsebp_cli.source.split import find_splits, take_rows
 from sparsebp_cli.starter.package import make_package
 from sparsebp_cli.starter.template import fill
 
@@ -81,6 +77,11 @@ def name_columns(task: Task, names: Sequence[str]) -> dict[str, object]:
 
 def find_columns(task: Task, data: str) -> dict[str, object]:
     """Return the ``dataset`` keys for columns with usual names, guessed from the first rows on this machine."""
+    from sparsebp_cli.recipe.schema import DatasetSection
+    from sparsebp_cli.source import DATASETS, find_source
+    from sparsebp_cli.source.column import find_readings
+    from sparsebp_cli.source.split import find_splits, take_rows
+
     try:
         if not isinstance(find_source(data, DATASETS), Path) and data not in DATA.values():
             return {}
@@ -117,6 +118,9 @@ def make_starter(
         raise UsageError(f"--task {task} needs --data: a file, a folder or an id of the hub ({COLUMNS[task]})")
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     policy = f"{name}-rows" if name[:1].isalpha() else "own-rows"
+    from sparsebp_cli.recipe.schema import DatasetSection
+    from sparsebp_cli.source.column import write_keys
+
     second, section, what = SECOND[task]
     is_own = model == OWN_MODEL
     more, length = [], LENGTH[task]

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TextIO, TypeVar
 
-from sparsebp_cli.cli.answer.kind import make_document
 from sparsebp_cli.cli.answer.record import ErrorAnswer, Problem
 from sparsebp_cli.cli.exit_code import INTERRUPTED
 from sparsebp_cli.cli.screen import print_json, print_line
@@ -63,6 +62,8 @@ class Speech:
         """Print a record as JSON, but only the first: later errors print a line and set the exit code."""
         if self.is_json and self._is_told:
             return
+        from sparsebp_cli.cli.answer.kind import make_document
+
         self._is_told = True
         print_json(make_document(record, tuple(self._warnings)), self._document)
 

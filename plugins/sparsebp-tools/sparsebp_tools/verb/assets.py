@@ -8,17 +8,20 @@ from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
-from sparsebp_cli.source.name import DATASETS, MODELS
 from sparsebp_tools.answer.fetched_record import AssetLine, AssetList
 
 
 def models(output: Format = Output.TABLE) -> None:
     """List the models that recipes can use by name: installed, or available through `sparsebp fetch`."""
+    from sparsebp_cli.source import MODELS
+
     tell(AssetList(group="models", assets=describe_assets(MODELS)), output, _print)
 
 
 def datasets(output: Format = Output.TABLE) -> None:
     """List the datasets that recipes can use by name: installed, or available through `sparsebp fetch`."""
+    from sparsebp_cli.source import DATASETS
+
     tell(AssetList(group="datasets", assets=describe_assets(DATASETS)), output, _print)
 
 
