@@ -139,15 +139,6 @@ def load_study(file: Path, *, scaled: bool = False) -> LoadedStudy:
     return LoadedStudy(file, study, base_file, variants, firsts, tree, base, other, ("--scaled",) if scaled else ())
 
 
-def is_study(file: Path) -> bool:
-    """Return whether a file holds a study; for an unreadable file False, because its next reader reports the error."""
-    try:
-        tree = read_document(read_text(file), str(file))
-    except RecipeError:
-        return False
-    return tree is not None and isinstance(tree.content, dict) and "study" in tree.content
-
-
 def read_arms(file: Path) -> list[str]:
     """Return the names of a study's arms without reading their recipes, whose models and plug-ins may be missing here.
     Raise RecipeError for a file that is no study."""

@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 
 
 def is_study(file: Path) -> bool:
-    """Return whether a file holds a study."""
-    from sparsebp_lab.study import loader
+    """Return whether a file holds a study; for an unreadable file False, because its next reader reports the error."""
+    from sparsebp_cli.errors import RecipeError
+    from sparsebp_cli.recipe.document import read_document
+    from sparsebp_cli.recipe.loader import read_text
 
-    return loader.is_study(file)
+    try:
+        tree = read_document(read_text(file), str(file))
+    except RecipeError:
+        return False
+    return tree is not None and isinstance(tree.content, dict) and "study" in tree.content
 
 
 def check(file: Path, changes: list[str], look: Callable[..., list[str]]) -> Iterator[CheckedStudy]:
