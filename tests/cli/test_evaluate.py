@@ -169,7 +169,7 @@ def test_results_that_a_run_cannot_keep_are_shown(
         locks[0].release()
     assert done.returncode == 101
     assert "0.75" in done.stdout
-    assert f"error: these results are not kept with run {run.run_id}: run {run.run_id} is already" in done.stderr
+    assert f"error: these results are not kept with run {run.run_id}: another process is already" in done.stderr
     if output == "json":
         assert json.loads(done.stdout)["kept"] == []
     assert call("evaluate", run.run_id, "--lm-eval", "colours").returncode == 0

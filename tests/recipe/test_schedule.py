@@ -149,7 +149,7 @@ def test_what_is_wrong_in_a_phase_is_one_line_with_its_place(refuse: Refuse, old
             "{name: dropbp, keep: 0.5, sensitivity_at: 0.5}",
             "training.seed=0",
             "schedule.1.policy.0.name: 'dropbp' makes trial passes at a fraction of the whole training, which a "
-            "schedule of phases does not support",
+            "schedule of phases does not support: leave the schedule out, or give another policy",
         ),
     ],
     ids=["frozen parameters under DDP", "a wrapped forward", "sharded weights", "epochs", "trial passes"],

@@ -33,7 +33,7 @@ def test_an_update_that_overflows_reaches_no_checkpoint(tiny_recipe, prepared, m
     assert work(run) == 3
     assert run.state() is State.FAILED
     text = History.load(run.path).ends[-1]["text"]
-    assert text.startswith("diverged: the update of step 2 left values that are not finite, first in ")
+    assert text.startswith("diverged: the update of step 2 made values that are not finite, first in ")
     (newest,) = (run.path / "checkpoints").glob("step-*")
     assert newest.name == "step-00000001"
     for name in ("weights", "optimizer"):

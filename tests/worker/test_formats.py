@@ -194,8 +194,8 @@ def test_a_decoder_with_random_weights_begins_with_a_token(
 @pytest.mark.parametrize(
     ("make", "data_format", "text"),
     [
-        (ViTConfig, "text", "a vit is none: it is made for images (ViTForImageClassification)"),
-        (Wav2Vec2Config, "text", "a wav2vec2 is none: it is made for speech by CTC (Wav2Vec2ForCTC)"),
+        (ViTConfig, "text", "a vit is not one: it is made for images (ViTForImageClassification)"),
+        (Wav2Vec2Config, "text", "a wav2vec2 is not one: it is made for speech by CTC (Wav2Vec2ForCTC)"),
         (T5Config, "text", "it cannot be trained with format text; allowed: completion, classification"),
         (BertConfig, "completion", "it cannot be trained with format completion; allowed: text, classif"),
         (ViTConfig, "classification", "no model of the type vit can classify texts"),

@@ -17,7 +17,7 @@ from conftest import Sky
 from sparsebp_sky.relay import Relay
 from sparsebp_sky.task import FOLDER
 
-from sparsebp_cli.run import RunFolder
+from sparsebp_cli.target import RunFolder
 
 RELAY = Path(sparsebp_sky.__file__).with_name("relay.py")
 # Says which checkpoint it goes on from, makes another, and ends with the code in CODE.
