@@ -22,7 +22,7 @@ LINES = """`{name}` compared with `{dense}`:
 
 - evaluation loss: the same up to rounding ({loss})
 - time of a step: {step}
-- time of forward and backward, measured alternately on the same batches: {passes} (quartiles {low} and {high} %,
+- time of forward and backward, with both recipes in turn on the same batches: {passes} (quartiles {low} and {high} %,
   {probes} measurements). That is {reached} % of the time that the lower FLOP count could save.
 - memory held by a step: {memory}"""
 

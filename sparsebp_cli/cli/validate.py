@@ -54,7 +54,7 @@ Rate = Annotated[
     typer.Option(
         "--rate",
         metavar="TFLOPS|RUN",
-        help="With --memory: speed for the estimate of hours, in TFLOP/s, or a run that measured it.",
+        help="With --memory: speed from which the hours are estimated: TFLOP/s, or a run that measured it.",
         rich_help_panel=FORECAST,
     ),
 ]

@@ -159,7 +159,7 @@ def test_a_converter_on_the_path_makes_the_file_in_the_type_of_the_weights(
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     done = call("model", run.run_id, "--to", "out", "--gguf")
     assert done.returncode == 2
-    assert "convert_hf_to_gguf.py of llama.cpp is not on the path; set LLAMA_CPP" in done.stderr
+    assert "convert_hf_to_gguf.py of llama.cpp is not on PATH: install" in done.stderr
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     write_converter(tmp_path / "bin", 'echo no; echo "cannot read this model" >&2; exit 3')
     done = call("model", run.run_id, "--to", "out", "--gguf")

@@ -42,9 +42,7 @@ def test_halving_ranks_where_the_deciding_metric_is_measured(write_study: Write)
 
 
 def test_a_metric_that_no_run_measures_is_refused(write_study: Write) -> None:
-    with pytest.raises(
-        RecipeError, match=r"metric: eval/bleu is not a validation metric .*allowed: eval/loss"
-    ):
+    with pytest.raises(RecipeError, match=r"metric: eval/bleu is not a validation metric .*allowed: eval/loss"):
         judge(write_study, "eval/bleu")
 
 

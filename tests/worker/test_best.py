@@ -83,9 +83,7 @@ def test_a_metric_that_is_not_measured_is_refused(tmp_path) -> None:
     file.write_text(
         "version: 1\nmodel: {name: austen-llama}\ndataset: {name: austen}\ncheckpoint: {keep_best: eval/accuracy}\n"
     )
-    with pytest.raises(
-        RecipeError, match=r"best: eval/accuracy is not a validation metric .*; allowed: eval/loss"
-    ):
+    with pytest.raises(RecipeError, match=r"best: eval/accuracy is not a validation metric .*; allowed: eval/loss"):
         load_recipe(file)
 
 

@@ -63,8 +63,8 @@ class GACT(Stateful[Site], InputSaver):
 
     bits: Literal[1, 2, 4, 8, 32] | Annotated[float, Field(ge=1.0, le=8.0)] = Field(
         4,
-        description="Bits of an entry: 1, 2, 4, 8, or 32, which keeps the input as it is. With adapt_interval the mean "
-        "over all entries, from 1 to 8.",
+        description="Bits of each saved number: 1, 2, 4, 8, or 32, which saves the input unchanged. With "
+        "adapt_interval: their mean over all numbers, from 1 to 8.",
     )
     adapt_interval: PositiveInt | None = Field(
         None,

@@ -55,7 +55,7 @@ class RandomLTD(TokenRouter):
         16, description="The number is rounded down to a multiple of this, but not below min_tokens."
     )
     over: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="Share of the training's steps after which max_tokens go through, in (0, 1]."
+        1.0, description="Fraction of the training, in (0, 1], after which max_tokens positions go through each layer."
     )
 
     @model_validator(mode="after")

@@ -27,7 +27,8 @@ def find_converter() -> list[str]:
     if (program := shutil.which(SCRIPT)) is not None:
         return [program]
     raise UsageError(
-        f"--gguf: {SCRIPT} of llama.cpp is not on the path; set {FOLDER} to a checkout, with its requirements here"
+        f"--gguf: {SCRIPT} of llama.cpp is not on PATH: install llama.cpp's Python requirements in this environment, "
+        f"and set {FOLDER} to its checkout"
     )
 
 
