@@ -233,9 +233,7 @@ class LayerRun:
                 self._call(hidden, self._restrict(view), RecordKV())
             except RecordedKV as captured:
                 return captured.keys, captured.values
-        raise UnsupportedError(
-            f"{self.layer.name} did not write its keys and values to the cache, from which token selection reads them"
-        )
+        raise UnsupportedError(f"{self.layer.name} wrote no keys and values to the cache")
 
     def _run_dropped(self, keys: Tensor, values: Tensor) -> KeysValues:
         """Run the layer for the dropped rows, which attend to the carried ones' keys and values; return their own."""
@@ -276,9 +274,7 @@ class LayerRun:
 
     def _remember(self, own: KeysValues | None) -> KeysValues:
         if own is None:
-            raise UnsupportedError(
-                f"{self.layer.name} did not write its keys and values to the cache, from which token selection reads them"
-            )
+            raise UnsupportedError(f"{self.layer.name} wrote no keys and values to the cache")
         if self._remembers:
             self.remembered = own
         return own
