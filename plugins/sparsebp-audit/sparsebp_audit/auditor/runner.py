@@ -38,7 +38,7 @@ class InputGradient:
     reference: StorageWeakRef | None  # reference to the storage; None if the pass gave no gradient
 
 
-class PassRunner:
+class WatchedPasses:
     """Run backward passes under ``watch``."""
 
     def __init__(self, watch: OperatorWatch, parameters: Parameters) -> None:

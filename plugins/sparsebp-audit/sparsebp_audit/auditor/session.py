@@ -21,7 +21,7 @@ from sparsebp_audit.auditor.ledger import AuditLedger, PassRecord
 from sparsebp_audit.auditor.module import AnyModules
 from sparsebp_audit.auditor.parameter import Parameters
 from sparsebp_audit.auditor.referee import Referee
-from sparsebp_audit.auditor.runner import PassRunner, find_gathered, is_sharded
+from sparsebp_audit.auditor.runner import WatchedPasses, find_gathered, is_sharded
 from sparsebp_audit.auditor.saved import Kept, SavedTensors, suspend_hooks
 from sparsebp_audit.auditor.script_packing import count_leftover
 from sparsebp_audit.auditor.storage import Weights, has_storage
@@ -51,7 +51,7 @@ class Session:
     modules: AnyModules
     saved: SavedTensors
     watch: OperatorWatch
-    runner: PassRunner
+    runner: WatchedPasses
     is_running: bool
     seconds: float
 
@@ -70,7 +70,7 @@ class Session:
         self.watch = OperatorWatch(
             self.ledger, self.modules, self.weights, self.saved, self._shape_of, self.parameters.bit_of
         )
-        self.runner = PassRunner(self.watch, self.parameters)
+        self.runner = WatchedPasses(self.watch, self.parameters)
         self.is_running = self._is_installed = self._is_due = False
         self._installed = ExitStack()  # this thread's dispatch mode
         self.seconds, self._last_number = 0.0, 0
