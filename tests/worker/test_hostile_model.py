@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "wide": (config(hidden_size=2**20), "hidden_size must be at most 300 to fit the weights in its folder"),
     "wide part": (config(text_config={"hidden_size": 2**20}), "hidden_size must be at most 300"),
     "wider than any": (config(hidden_size=2**40), "hidden_size must be at most 4194304 for any model"),
-    "deep model": (config(num_hidden_layers=5000), "num_hidden_layers must be at most 256 for the weights"),
+    "deep model": (config(num_hidden_layers=5000), "num_hidden_layers must be at most 256 to fit the weights"),
     "many words": (config(vocab_size=10**6), "vocab_size must be at most 300"),
     "many labels": (config(num_labels=10**6), "num_labels must be at most 300"),
     "huge header": (content(SAFETENSORS, struct.pack("<Q", 2**62) + b"{}"), LONG_HEADER),
