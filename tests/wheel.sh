@@ -78,6 +78,6 @@ sparsebp run dense.yaml lossless.yaml "${few[@]}" --ids ids
 sparsebp compare $(cat ids) --html report.html
 install ./policy
 python -m pytest -q policy
-told=$(sparsebp run dense.yaml --name study-rows --set "policy=[{name: study-rows, keep: 0.25}]" "${few[@]}" | tee /dev/stderr)
-# Without the verb `model`, the last line names a folder for transformers.
-python -c 'import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1])' "${told##*from_pretrained reads }"
+sparsebp run dense.yaml --name study-rows --set "policy=[{name: study-rows, keep: 0.25}]" "${few[@]}" --ids rows
+# Nothing but transformers reads the model.
+python -c 'import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1])' "$SPARSEBP_HOME/runs/$(cat rows)/model"
