@@ -34,7 +34,6 @@ WAYS: Ways = {
         "optimizer_state": "drop",
         "every": 5,
     },
-    "backlite 0.05": {"name": "backlite"},
     "compact 0.25": {"name": "compact"},
     "dither": {"name": "dither", **HEAD},
     "freezeout": {"name": "freezeout"},

@@ -13,7 +13,6 @@ SHELF = "sparsebp-shelf"
 MOVED = frozenset(
     {
         "autofreeze",
-        "backlite",
         "compact",
         "crs",
         "dither",

@@ -82,17 +82,12 @@ WAYS: dict[str, Sections] = {
     "grass": _policy("grass", every=2, at_once=1),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "subnet": _policy("subnet", keep=0.3, batches=2),
-    "backlite": _policy("backlite", negligible=0.3, tile=8) | _NO_DROPOUT,
-    "backlite at random": _policy("backlite", negligible=0.3, tile=8, score="random") | _NO_DROPOUT,
     "mezo": _policy("mezo", scale=1e-2)
     | {"training": {"optim": "sgd", "max_grad_norm": None, "learning_rate": 1e-4, "gradient_accumulation_steps": 2}},
     "random-ltd": _policy("random-ltd", min_tokens=4, increase_step=1)
     | {"model": {"config": LLAMA | {"num_hidden_layers": 4, "attention_dropout": 0.1}}},
     "max-child": _policy("max-child", leaves="always", ties="random") | _NODES,
     "random-child": _policy("random-child", leaves="always") | _NODES,
-    "partial-forward": _policy("partial-forward", after=1, keep=0.5),
-    "sparse-lora": _policy("sparse-lora", mlp_keep=0.5, attention_keep=0.5, rank=2, outputs="sparse")
-    | {"model": _LORA},
     "stride": _policy("stride", every=3),
     "two policies": {
         "policy": [{"name": "uniform", "keep": 0.5, "start": 0.0, "end": 1.0}, {"name": "topk", "keep": 0.5}]

@@ -70,7 +70,6 @@ CHOICES = (
     _policy("infobatch", name="infobatch"),
     _policy("evolved-pruning", is_heavy=True, name="evolved-pruning", keep=0.5),
     _policy("random-ltd", name="random-ltd", min_tokens=4, increase_step=1),
-    _policy("backlite", name="backlite", negligible=0.3, tile=4),
     _policy("mezo", name="mezo"),
     _policy("subnet", name="subnet"),
     _policy(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +33,7 @@ from sparsebp_shelf.example import ExampleSelector
 from sparsebp_shelf.part import PartSelector
 from sparsebp_shelf.part.extension import find_divisible, show_weights
 from sparsebp_shelf.saver import InputSaver
-from sparsebp_shelf.tile import TileSelector
 from tests.saver import saving_by_hand
-from tests.tile import tiling_by_hand
 
 from .training import batch, compile_parts
 from .training import build as build_model
@@ -162,8 +160,8 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                         times = {name: _times(factors.get(name, 1.0)) for name in (block.name for block in blocks)}
                         times |= {name: _times(0.0) for name in dropped}
                     hooks = [model.get_submodule(name).register_forward_hook(hook) for name, hook in times.items()]
-                elif isinstance(policy, InputSaver | TileSelector):
-                    saving.enter_context(_by_hand(model, policy, step, None if micro_batch else means))
+                elif isinstance(policy, InputSaver):
+                    saving.enter_context(saving_by_hand(model, policy, step, None if micro_batch else means))
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
                 loss = _loss(model, ids, weights, len(all_ids)) * share
             loss.backward()
@@ -180,14 +178,6 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         _observe(policies, states, model, trained, number, read, means)
         optimizer.zero_grad()
     return _weights(model)
-
-
-def _by_hand(
-    model: nn.Module, policy: InputSaver | TileSelector, step: Step, means: dict[str, Tensor] | None
-) -> AbstractContextManager[object]:
-    if isinstance(policy, TileSelector):
-        return tiling_by_hand(policy, step)
-    return saving_by_hand(model, policy, step, means)
 
 
 def _find_masks(model: nn.Module, policies: Sequence[Policy]) -> dict[str, Tensor | None]:

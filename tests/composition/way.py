@@ -69,7 +69,6 @@ WAYS = (
     Way("compact", {"name": "compact", "keep": 0.5}),
     Way("velora", {"name": "velora", "group": 4}),
     Way("subnet", {"name": "subnet", "keep": 0.3, "by": "random"}),
-    Way("backlite", {"name": "backlite", "negligible": 0.4, "tile": 2}),
     Way("update: eager", options={"update": "eager"}, form="update"),
     Way("segments: 2", options={"segments": 2}, form="segments"),
 )
@@ -179,8 +178,6 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         return refusal
     if "greats" in (first.label, second.label) and (refusal := _find_comparing_refusal(first, second)):
         return refusal
-    if "TileSelector" in (first.question, second.question) and (refusal := _find_tile_refusal(first, second)):
-        return refusal
     if "PartSelector" in (first.question, second.question):
         return _find_part_refusal(*sorted((first, second), key=lambda way: way.question == "PartSelector"), second)
     return _find_other_refusal(first, second)
@@ -192,13 +189,6 @@ def _find_comparing_refusal(first: Way, second: Way) -> str:
     if second.question == "segments":
         return f"{_class_of(first)} with segments=2 is not supported: it differentiates a forward of its own"
     return ""
-
-
-def _find_tile_refusal(first: Way, second: Way) -> str:
-    other = first.question if second.question == "TileSelector" else second.question
-    if other not in ("TokenSelector", "BatchPacker"):
-        return ""
-    return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
 
 
 def _find_other_refusal(first: Way, second: Way) -> str:

@@ -14,7 +14,6 @@ VALIDATION = {name: batch(0)[name] for name in ("input_ids", "labels")}
 SITES = ["*q_proj", "*up_proj"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "autofreeze": ({"every": 3}, {}),
-    "backlite": ({}, {}),
     "compact": ({"keep": 0.5}, {}),
     "crs": ({"keep": 0.5}, {}),
     "dense": ({}, {}),

@@ -36,7 +36,6 @@ WHOLE = {"start": 0.0, "end": 1.0, "interrupt": 0}
 # Every built-in policy, as it is ordinarily set, and with the options that make it dear.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "autofreeze": [{"every": 5}],
-    "backlite": [{"negligible": 0.3, "tile": 2}, {"score": "random", "tile": 2}],
     "compact": [{}, {"interval": 5}],
     "crs": [{"keep": 0.25}],
     "dense": [{}],
@@ -93,7 +92,6 @@ NEEDS: dict[str, dict[str, dict[str, object]]] = {
     "greats": {"dataset": {"policy_validation_examples": 8}},
     "max-child": {"backward": {"sites": "nodes", "exclude": []}},
     "random-child": {"backward": {"sites": "nodes", "exclude": []}},
-    "backlite": {"model": {"attention": "sdpa"}},
 }
 OBSERVING = {"autofreeze", "grades", "grass"}  # take the norm of each gradient at each step: 2 FLOPs an entry
 # PyTorch's counter leaves attention on a CPU out; its own formulas for that on a GPU are the oracle.

@@ -56,11 +56,3 @@ def test_parts_chosen_by_trial_passes_are_forecast(
     assert max(found.trial.total, found.peak.total) == pytest.approx(first, rel=within)
     assert found.peak.total == pytest.approx(later, rel=0.1)
     assert found.trial.total > found.peak.total, "whole gradients, and their magnitudes"
-
-
-def test_attention_in_tiles_is_forecast(
-    tiny_recipe: Callable[..., Recipe], prepared: Callable[[Recipe], RunFolder]
-) -> None:
-    found = _forecast(prepared(tiny_recipe(policy=[{"name": "backlite", "tile": 16}])))
-    assert found.trial is None
-    assert found.pass_flops > 0
