@@ -72,7 +72,8 @@ def test_a_recipe_without_the_shelf_says_in_one_line_how_to_get_it(without: None
 
 def test_a_recipe_with_an_unknown_policy_says_where_more_policies_are(without: None, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPES["uniform"].read_text().replace("name: uniform", "name: brand-new"))
+    sources = "model: {name: austen-llama}\ndataset: {name: austen}"
+    recipe.write_text(f"version: 1\nname: new\n{sources}\npolicy: [{{name: brand-new}}]\n")
     with pytest.raises(RecipeError, match="unknown policy 'brand-new'; installed: ") as raised:
         load_recipe(recipe)
     assert str(raised.value).endswith(
