@@ -24,6 +24,7 @@ Trained = Literal["assistant", "last", "all"]
 # Roles that templates know. A template would write any other role literally, and no model has seen it.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 NAMED_ROLES = ("system", "user", "assistant", "tool")  # roles that a mapping may rename
+JOINED_ROLES = ("system", "user", "assistant")  # whose messages may have columns of their own, in this order
 SEPARATOR = "\n\n"  # between the columns of one message
 
 
@@ -58,6 +59,7 @@ def read_conversations(rows: Rows, columns: Mapping[str, str | Sequence[str]]) -
     and ``assistant``, the rows hold lists of messages. Otherwise each message has one or several columns."""
     tools = _read_tools(rows, str(columns.get("tools", "tools")), is_given="tools" in columns)
     if _has_columns(columns):
+        _refuse_missing(rows, columns)
         talks = [_join(row, columns) for row in rows]
     else:
         name = str(columns.get("messages", "messages"))
@@ -84,11 +86,29 @@ def read_prompts(rows: Rows, prompt_column: str, completion_column: str) -> list
 def find_prompt(row: Row, columns: Mapping[str, str | Sequence[str]]) -> str:
     """Return all messages but the last as text. Rows with equal prompts belong together."""
     if _has_columns(columns):
-        names = [columns[role] for role in ("system", "user") if role in columns]
-        flat = [name for some in names for name in ([some] if isinstance(some, str) else some)]
-        return json.dumps([row.get(name) for name in flat], default=str)
+        asked = {role: columns[role] for role in ("system", "user") if role in columns}
+        return json.dumps([row.get(name) for name in list_names(asked)], default=str)
     value = _parse_list(row.get(str(columns.get("messages", "messages"))))
     return json.dumps(value[:-1] if isinstance(value, list) else value, default=str, sort_keys=True)
+
+
+def list_names(columns: Mapping[str, str | Sequence[str]]) -> list[str]:
+    """Return the columns of all messages; none if the messages of a row are in one column."""
+    if not _has_columns(columns):
+        return []
+    given = [columns[role] for role in JOINED_ROLES if role in columns]
+    return [name for names in given for name in ([names] if isinstance(names, str) else names)]
+
+
+def _refuse_missing(rows: Rows, columns: Mapping[str, str | Sequence[str]]) -> None:
+    """Raise DataError if no row has one of the columns. Rows of a JSON file need not have all: of some rows, such as a
+    small validation split, none may have Alpaca's ``input``."""
+    of_json = all(row.is_of_json for row in rows)
+    for role in JOINED_ROLES:
+        names = [columns[role]] if isinstance(columns.get(role), str) else columns.get(role, ())
+        there = [name for name in names if any(name in row for row in rows)]
+        for name in names if not (there and of_json) else ():
+            read_column(rows, str(name))  # raises the error, which lists the columns
 
 
 def _has_columns(columns: Mapping[str, object]) -> bool:
@@ -139,7 +159,7 @@ def read_messages(
     """Return the messages in a column of a row, renamed to the keys and roles that templates read."""
     value = _parse_list(value)
     if not isinstance(value, list) or not value:
-        got = "nothing" if value is None else show_with_type(value)
+        got = "nothing" if value is None else "an empty list" if value == [] else show_with_type(value)
         raise DataError(f"{row.place}: column {column!r} must be a list of messages, got {got}")
     role_key, content_key = str(columns.get("role", "role")), str(columns.get("content", "content"))
     names = {str(columns[role]): role for role in NAMED_ROLES if role in columns}
@@ -169,7 +189,8 @@ def read_messages(
             raise DataError(f"{place}: unknown role {shorten(repr(role))}{_advise_role(str(role))}")
         content = message.pop(content_key, None)
         if content is None and not message.keys() - {"weight"}:
-            raise DataError(f"{place}: has no key {content_key!r}")
+            missing = "has no text, but null, under the" if content_key in given else "has no"
+            raise DataError(f"{place}: {missing} key {content_key!r}")
         if content is not None and not isinstance(content, str | list):
             raise DataError(f"{place}: {content_key} must be text or a list of parts, got {show_with_type(content)}")
         kinds = [part.get("type", "text") for part in content if isinstance(part, Mapping)] if content else []
@@ -192,17 +213,16 @@ def _advise_role(role: str) -> str:
 
 
 def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str, object]]:
-    """Return the messages of a row whose columns hold one message each. Leave out an empty system message. Return no
-    messages if the user or the assistant has no text: such a row gives no example."""
+    """Return the messages of a row whose columns hold one message each. A column that only other rows have is empty.
+    Leave out an empty system message. Return no messages if the user or the assistant has no text: such a row gives no
+    example."""
     messages: list[dict[str, object]] = []
-    for role in ("system", "user", "assistant"):
+    for role in JOINED_ROLES:
         given = columns.get(role, ())
         names = [given] if isinstance(given, str) else list(given)
         parts = []
         for name in names:
-            if name not in row:
-                read_column([row], name)  # raises an error that lists the columns
-            value = row[name]
+            value = row.get(name)
             if value is not None and not isinstance(value, str | int | float):
                 raise DataError(f"{row.place}: column {name!r} must be text, got {show_with_type(value)}")
             parts.append("" if value is None else str(value))

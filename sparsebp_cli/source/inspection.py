@@ -19,7 +19,7 @@ from sparsebp_cli.source.adapter import find_adapter, read_adapter
 from sparsebp_cli.source.architecture import find_architecture
 from sparsebp_cli.source.attention import refuse_missing_package
 from sparsebp_cli.source.column import Rows, missing_split, read_column, read_labels, read_numbers, read_texts
-from sparsebp_cli.source.conversation import holds_messages, read_conversations, read_prompts, read_template
+from sparsebp_cli.source.conversation import holds_messages, list_names, read_conversations, read_prompts, read_template
 from sparsebp_cli.source.model import (
     check_files,
     check_tokenizer,
@@ -233,6 +233,8 @@ def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[s
 
 def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -> Iterator[SourceProblem]:
     if section.format == "chat":
+        for name in list_names(section.columns):
+            yield from _problems_of(("dataset", "columns"), read_column, rows, name)
         yield from _problems_of(("dataset", "columns"), read_conversations, rows, section.columns)
     elif section.format == "completion" and holds_messages(rows, section.prompt_column):
         at: Location = ("dataset", "prompt_column")

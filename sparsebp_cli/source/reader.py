@@ -71,6 +71,12 @@ class Row(dict[str, object]):
         self.number = number
 
     @property
+    def is_of_json(self) -> bool:
+        """Whether the row is of a JSON file, whose rows need not all have the same keys."""
+        file = Path(self.source.rpartition(", ")[0] or self.source)
+        return self.number is not None and FORMATS.get(find_suffix(file)) == "json"
+
+    @property
     def place(self) -> str:
         """File and line, or file and row, for error messages."""
         return self.source if self.number is None else f"{self.source} {self.number}"
@@ -204,7 +210,8 @@ def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
         raise DataError(f"{place}: not UTF-8 text: got half of a surrogate pair, {half!r}") from None
     except json.JSONDecodeError as error:
         where = f"{place}, line {error.lineno}" if is_whole else place
-        raise DataError(f"{where}: not JSON: {error.msg}") from None
+        # json's own words, some of which end in "at"
+        raise DataError(f"{where}: not JSON: {error.msg.removesuffix(' at')}, column {error.colno}") from None
     except RecursionError:
         raise DataError(f"{place}: not JSON: nested too deeply") from None
     except _TwiceError as error:

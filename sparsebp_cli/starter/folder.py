@@ -27,6 +27,7 @@ OF_GLUE = ("sentence1", "sentence2", "label")
 DATA = {"completion": "cmudict", "chat": "cmudict", "text": "python-docs"}
 LENGTH = {"completion": 64, "chat": 96, "text": 128, "classification": 128, "glue": 128}
 LENGTH_OF_OWN_CHATS = 1024
+ROWS_READ = 1000  # of the data, to find its columns: some rows may lack one, as Alpaca's without an input
 BATCH = {"completion": 32, "chat": 32, "text": 16, "classification": 16, "glue": 16}
 COLUMNS = {
     "completion": "columns prompt and completion: the prompt is not trained on",
@@ -86,7 +87,7 @@ def find_columns(task: Task, data: str) -> dict[str, object]:
         if not isinstance(find_source(data, DATASETS), Path) and data not in DATA.values():
             return {}
         section = DatasetSection(name=data)
-        rows = take_rows(find_splits(section), section.split, 20)
+        rows = take_rows(find_splits(section), section.split, ROWS_READ)
     except SparseBPError:
         return {}  # checking the recipes reports what is wrong
     for keys in find_readings(dict.fromkeys(name for row in rows for name in row)):
