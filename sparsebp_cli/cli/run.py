@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 IDS = "Also write the ids of the runs to this file, one per line, as soon as they are known."
-UNTIL = "Add seeds (of --seeds, else 0-9) until it is clear if the policy is worse by this margin: eval/loss=0.01."
+UNTIL = (
+    "Train more seeds (of --seeds, or 0-9) until it is clear whether the policy is worse by this margin: "
+    "eval/loss=0.01."
+)
 
 
 def run(  # noqa: PLR0913, PLR0917 - one parameter an option
@@ -36,7 +39,9 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     like: Like = None,
     changes: Changes = None,
     seeds: Seeds = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the runs, instead of the recipe's.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the runs, instead of the recipe's name.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print plan and command; start and write nothing.")
     ] = False,
@@ -47,21 +52,27 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
             "--target",
             "-t",
             metavar="TARGET",
-            help="Where to train: a kind or a name of `sparsebp targets`.",
+            help="Where to train: a kind or a name that `sparsebp targets` lists.",
             autocompletion=complete_target,
         ),
     ] = None,
     max_parallel: Annotated[
         int,
         typer.Option(
-            min=1, metavar="N", help="Number of runs that train at once on a target; its GPUs are divided among them."
+            min=1,
+            metavar="N",
+            help="Number of runs that train at once on the target. The target's GPUs are divided among them.",
         ),
     ] = 1,
     ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
     with_baseline: Annotated[
         bool,
         typer.Option(
-            "--with-baseline", help="Also train each recipe with policy dense; the two runs alternate on one device."
+            "--with-baseline",
+            help=(
+                "Also train each recipe with policy dense, directly before or after the recipe itself, on the same "
+                "device."
+            ),
         ),
     ] = False,
     until_ci: Annotated[str | None, typer.Option("--until-ci", metavar="METRIC=MARGIN", help=UNTIL)] = None,
@@ -118,7 +129,10 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
     numbers = parse_seeds(seeds) if seeds is not None else None
     plans = []
     for file in recipes:
-        recipe, origin, _ = load_checked(file, changes)
+        recipe, origin, unknown = load_checked(file, changes)
+        for text in unknown:
+            if "did you mean" in text:  # the worker would look for the name on the hub, and first fail there
+                print_line(f"warning: {file}: {text}", stderr=True)
         variants = [recipe] if numbers is None else [with_seed(recipe, number) for number in numbers]
         plans += [make_plan(variant, origin) for variant in variants]
     return plans
@@ -202,6 +216,9 @@ def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequ
         known.add(key)
         ordered += [dense, plan] if len(ordered) % 4 == 0 else [plan, dense]
     if len(ordered) == len(plans):
-        raise UsageError("--with-baseline: every recipe is dense or already has its dense counterpart")
+        raise UsageError(
+            "--with-baseline has nothing to add: each recipe is dense, or its dense counterpart is already among "
+            "the runs"
+        )
     times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep their order of start
     return [plan.model_copy(update={"created": time}) for plan, time in zip(ordered, times, strict=True)]

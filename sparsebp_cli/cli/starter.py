@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import tempfile
@@ -30,7 +31,8 @@ class RecipeAction(StrEnum):
 
 def recipes(
     action: Annotated[
-        RecipeAction | None, typer.Argument(metavar="copy", help="Copy a recipe, with the recipe that it extends.")
+        RecipeAction | None,
+        typer.Argument(metavar="copy", help="Copy a recipe, and the recipe that its key base names."),
     ] = None,
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="The recipe to copy.", autocompletion=complete_shipped)
@@ -92,13 +94,17 @@ def init(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Names of the data's columns: question,reply.",
+            help="Names of the data's columns, such as question,reply.",
             show_default="the usual names, if present",
         ),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Convert this axolotl, TRL or torchtune file to a recipe."),
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Convert this config file of axolotl, TRL, LLaMA-Factory or torchtune to a recipe.",
+        ),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
@@ -121,7 +127,7 @@ def init(
     names = None if columns is None else [name.strip() for name in columns.split(",")]
     data = None if data is None else _absolute(data)
     files = make_starter(folder, task, _absolute(model or "austen-llama"), data, names)
-    _check_recipes(files)
+    _check_recipes(files, task)
     write_files(folder, files)
     command = f"cd {shlex.quote(str(folder))}; README.md has the commands"
     tell(FileList(files=[str(folder / file) for file in files], next=[command]), output, _print_files)
@@ -151,7 +157,7 @@ def _absolute(name: str) -> str:
     return str(find_path(name, [Path.cwd()]) or name)
 
 
-def _check_recipes(files: dict[str, str]) -> None:
+def _check_recipes(files: dict[str, str], task: Task) -> None:
     """Check the recipes before they are written, so that a wrong model or wrong data leave nothing behind."""
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.starter import write_files
@@ -164,8 +170,22 @@ def _check_recipes(files: dict[str, str]) -> None:
             try:
                 load_checked(Path(folder) / name, [])
             except RecipeError as error:
-                text = error.text.replace(f"{folder}/", "")
-                raise UsageError(f"{error.key}: {text}; nothing was written") from None
+                text = error.text.replace(f"{folder}/", "").replace(f"{folder}, ", "")
+                raise UsageError(f"{error.key}: {_advise_columns(text, task)}; nothing was written") from None
+
+
+def _advise_columns(text: str, task: Task) -> str:
+    """Return an error with the options of ``init`` that would read the columns, in the place of keys of a recipe."""
+    from sparsebp_cli.starter.folder import KEYS
+
+    if "has no column" not in text or "DPOTrainer" in text:
+        return text
+    what, _, keys = text.partition("; to read these columns, give dataset.")
+    other = re.match(r"format: (\w+)", keys)
+    if other is not None and other[1] != task.value and other[1] in list(Task):
+        return f"{what}; try --task {other[1]}"
+    names = ",".join(key.removesuffix("_column").upper() for key in KEYS.get(task.value, ()))
+    return f"{what}; name the columns by --columns {names or 'USER,ASSISTANT'}"
 
 
 class Starter(StrEnum):
@@ -176,7 +196,7 @@ class Starter(StrEnum):
 
 def new(
     kind: Annotated[Starter, typer.Argument(metavar="policy", help="Write a package with one policy.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the policy, as in recipes: peak-rows.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the policy in recipes, such as peak-rows.")],
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="A new or empty folder.", show_default="sparsebp-NAME")
     ] = None,

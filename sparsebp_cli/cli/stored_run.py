@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.entry_point import find_tool, tell_home
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, find_run, home, list_runs
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 
 
 def find_one(word: str) -> RunFolder:
-    """Return the run that a word names; the newest if a name has several."""
-    return find_run(word)[-1]
+    """Return the run that a word names. If several have a name, return the newest, and say so on standard error."""
+    found = find_run(word)
+    if len(found) > 1:
+        print_line(f"note: {len(found)} runs are named {word}; this is the newest, {found[-1].run_id}", stderr=True)
+    return found[-1]
 
 
 def find_all(words: list[str]) -> list[RunFolder]:
@@ -44,7 +48,7 @@ def find_study(word: str, place: Path | None = None) -> Any:
     if tool is None or (record := tool.load(name, place)) is None:
         return None
     if place is None and any(name in Labels.load(run.path).tags for run in list_runs()):
-        raise UsageError(f"{word} is the name of a study and a tag: name the runs, or remove the tag")
+        raise UsageError(f"{word} is the name of a study and also a tag: name the runs, or remove the tag")
     return record
 
 

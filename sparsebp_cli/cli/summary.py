@@ -124,7 +124,8 @@ def summary_rows(history: History, recipe: dict[str, Any], *, brief: bool = Fals
     yield from _declared_rows(history)
     for prompt, reference, answer in list_asked(history):
         asked, wanted, found = (make_visible(" ".join(text.split())) for text in (prompt, reference, answer))
-        yield "asked", f"{asked[-SHOWN:]} -> {found[:SHOWN]} (data: {wanted[:SHOWN]})"
+        end = asked if len(asked) <= SHOWN else f"...{asked[-SHOWN:]}"
+        yield "asked", f"{end} -> {found[:SHOWN]} (data: {wanted[:SHOWN]})"
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)

@@ -14,7 +14,7 @@ from sparsebp_cli.cli.option import Changes, Format, Recipes, Seeds
 from sparsebp_cli.cli.screen import Output, print_error, print_line
 from sparsebp_cli.cli.worker_answer import ask_worker
 from sparsebp_cli.entry_point import find_tool, tell_home
-from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_cli.errors import RecipeError, SparseBPError, UsageError
 from sparsebp_cli.run import RunFolder
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ Probing = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Also try the first step without training: print its cost against dense and the largest possible gain.",
+        help=(
+            "Also compute the first step, but update no weight. Then print its cost relative to dense and the "
+            "largest possible gain."
+        ),
     ),
 ]
 
@@ -36,7 +39,10 @@ Forecasting = Annotated[
     bool,
     typer.Option(
         "--memory",
-        help="Only forecast a step's memory, and name changes that need less. Loads no weights: config.json is enough.",
+        help=(
+            "Only forecast the memory of a step, and list changes that need less. No weights are loaded: "
+            "config.json is enough."
+        ),
         rich_help_panel=FORECAST,
     ),
 ]
@@ -45,7 +51,9 @@ Gpu = Annotated[
     typer.Option(
         "--gpu",
         metavar="NAME",
-        help="With --memory: the device, such as h100-80gb, or a memory size (48gb). Default: this machine's CPU.",
+        help=(
+            "With --memory: the device, such as h100-80gb, or a memory size, such as 48gb. Default: this machine's CPU."
+        ),
         rich_help_panel=FORECAST,
     ),
 ]
@@ -54,7 +62,10 @@ Rate = Annotated[
     typer.Option(
         "--rate",
         metavar="TFLOPS|RUN",
-        help="With --memory: speed from which the hours are estimated: TFLOP/s, or a run that measured it.",
+        help=(
+            "With --memory: the speed from which hours of training are estimated, in TFLOP/s, or a run that "
+            "measured it."
+        ),
         rich_help_panel=FORECAST,
     ),
 ]
@@ -99,7 +110,8 @@ def validate(
             notes = [*warn_of_device(recipe), *warn_of_data(recipe, origin, unknown)]
             notes += preview(make_plan(recipe, file)) if probe else []
         except SparseBPError as error:
-            print_error(error)
+            # What was found in data or model names neither the recipe nor its line.
+            print_error(error if isinstance(error, RecipeError) else UsageError(f"{file}: {error}"))
             checked.append(CheckedRecipe(file=str(file), is_right=False, error=Problem.of(error)))
             continue
         one = CheckedRecipe(

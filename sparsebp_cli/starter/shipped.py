@@ -11,6 +11,7 @@ from sparsebp_cli.errors import UsageError, did_you_mean
 PLACES = (Path(__file__).parent / "recipes", Path(__file__).parents[2] / "recipes")
 # Recipes in these folders can also be named without the folder, as before there were folders; stems are unique.
 SHORT = ("start", "exact", "methods", "training")
+DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 BASE = re.compile(r"^base: *(\S+)", re.MULTILINE)
 TEMPLATE = re.compile(r"^ +chat_template: *([\w-]+\.jinja)\b", re.MULTILINE)  # a file beside the recipe
 
@@ -54,7 +55,7 @@ def find_shipped(name: str) -> ShippedRecipe:
     wanted = name.removesuffix(".yaml")
     if wanted not in known:
         near = did_you_mean(wanted, known)
-        raise UsageError(f"no recipe {name!r} ships with SparseBP; `sparsebp recipes` lists them{near}")
+        raise UsageError(f"SparseBP contains no recipe {name!r}; `sparsebp recipes` lists its recipes{near}")
     return known[wanted]
 
 
@@ -62,6 +63,8 @@ def resolve_recipe(given: Path) -> Path:
     """Return the file that a typed recipe names. An existing path takes precedence over a recipe that ships. Raise
     ``UsageError`` for a word without a suffix that is neither."""
     if given.is_file():
+        if given.suffix in DATA_SUFFIXES:
+            raise UsageError(f"{given} is a data file, not a recipe: name it in a recipe as dataset.name")
         return given
     # A missing `lora.yaml` of the user must not resolve to the one that ships, so a file name needs the prefix
     # `recipes/`. Older papers and scripts name recipes this way, from before there were folders.
@@ -72,7 +75,12 @@ def resolve_recipe(given: Path) -> Path:
     if given.suffix or given.exists():
         return given  # the reader reports what is wrong with a path
     near = did_you_mean(name, _by_name())
-    raise UsageError(f"no file {name!r}, and no recipe of this name ships; `sparsebp recipes` lists them{near}")
+    if "=" in name:
+        raise UsageError(f"there is no file {name!r}; to change a key of the recipe, write --set {name}")
+    raise UsageError(
+        f"there is no file {name!r}, and SparseBP contains no recipe of this name; `sparsebp recipes` lists its "
+        f"recipes{near}"
+    )
 
 
 def _by_name() -> dict[str, ShippedRecipe]:

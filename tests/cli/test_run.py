@@ -226,3 +226,32 @@ def test_a_change_that_a_stored_recipe_cannot_take_is_refused_by_name(call: Cli,
     assert done.returncode == 2
     assert "did you mean max_steps?" in done.stderr
     assert list_runs() == [run]
+
+
+def test_what_is_given_in_the_place_of_a_recipe_is_named(call: Cli, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a"}\n')
+    done = call("run", data)
+    assert done.stderr.endswith("rows.jsonl is a data file, not a recipe: name it in a recipe as dataset.name\n")
+    done = call("run", "max_steps=50")
+    said = "there is no file 'max_steps=50'; to change a key of the recipe, write --set max_steps=50"
+    assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
+
+
+def test_a_model_that_is_nearly_an_installed_one_is_warned_of_before_the_hub_is_asked(
+    call: Cli, write_recipe: Write
+) -> None:
+    recipe = write_recipe()
+    done = call("run", recipe, "--set", "model={name: austin-llama}", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"warning: {recipe}: model.name: austin-llama is not on ")
+    assert "did you mean austen-llama" in done.stderr
+
+
+def test_of_runs_with_one_name_the_newest_is_meant_and_named(call: Cli, write_recipe: Write) -> None:
+    recipe = write_recipe(name="twin")
+    first, last = write_run(recipe), write_run(recipe, "training.seed=1")
+    done = call("show", "twin")
+    assert done.stderr == f"note: 2 runs are named twin; this is the newest, {last.run_id}\n"
+    assert f"folder: {last.path}" in done.stdout.replace("\n", "")
+    assert not call("show", first.run_id).stderr

@@ -84,7 +84,8 @@ def test_a_file_of_ones_own_comes_before_a_recipe_that_ships(call: Cli, tmp_path
     [
         (
             "lorra",
-            "no file 'lorra', and no recipe of this name ships; `sparsebp recipes` lists them; did you mean lora?",
+            "there is no file 'lorra', and SparseBP contains no recipe of this name; `sparsebp recipes` lists its "
+            "recipes; did you mean lora?",
         ),
         ("lora.yaml", "lora.yaml: no such file"),
         ("mine/lora.yaml", "mine/lora.yaml: no such file"),
@@ -316,3 +317,34 @@ def test_a_name_that_cannot_be_a_new_policy_is_refused(call: Cli, tmp_path: Path
     done = call("new", "policy", name)
     assert (done.returncode, text in done.stderr) == (2, True)
     assert not (tmp_path / f"sparsebp-{name}").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "said"),
+    [
+        ("completion", {"query": "a", "reply_text": "b"}, "name the columns by --columns PROMPT,COMPLETION"),
+        ("completion", {"instruction": "a", "input": "b", "output": "c"}, "try --task chat"),
+        ("completion", {"prompt": "a", "chosen": "b", "rejected": "c"}, "recipes do not train on preferences: use trl's DPOTrainer"),
+        ("chat", {"query": "a", "reply_text": "b"}, "name the columns by --columns USER,ASSISTANT"),
+    ],
+)
+def test_of_columns_with_other_names_the_option_that_reads_them_is_told(
+    call: Cli, tmp_path: Path, task: str, row: dict[str, str], said: str
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(f"{json.dumps(row)}\n" * 20)
+    done = call("init", tmp_path / "new", "--task", task, "--data", data)
+    assert done.returncode == 2
+    assert f"; {said}" in done.stderr
+    assert "give dataset." not in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_column_that_the_first_rows_lack_is_found(call: Cli, tmp_path: Path) -> None:
+    rows: list[dict[str, str]] = [{"instruction": f"Say {number}.", "output": "it"} for number in range(60)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, rows[0] | {"input": "now"}]))
+    done = call("init", tmp_path / "new", "--task", "chat", "--data", data)
+    assert done.returncode == 0, done.stderr
+    recipe = (tmp_path / "new" / "dense.yaml").read_text()
+    assert "columns: {user: [instruction, input], assistant: output}" in recipe
