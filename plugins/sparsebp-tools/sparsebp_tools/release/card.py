@@ -55,10 +55,10 @@ class Card:
         parts = [
             f"# {name}",
             self._open(recipe),
-            *_section("Use", _use(self.model_class, name)),
+            *_section("Use", _use(self.model_class, name, recipe["dataset"]["format"])),
             *_section("Data", _describe_data(recipe, self.history)),
             *_section("Policy", _describe_policy(recipe, self.history)),
-            *_section("Numbers", self._numbers()),
+            *_section("Numbers", self._numbers(_name_judged(recipe))),
             *_section("What it is not", "\n".join(f"- {line}" for line in self._limits(recipe))),
             *_section("How to repeat it", self._repeat(recipe)),
         ]
@@ -94,7 +94,8 @@ class Card:
         merged = _describe_adapters(model)
         return " ".join([opened, f"Training: {how}.", *([merged] if merged else [])])
 
-    def _numbers(self) -> str:
+    def _numbers(self, judged: str) -> str:
+        """Return the table; ``judged`` says which examples its numbers are of."""
         if not self.figures:
             return "Nothing was measured of these weights: the run was not evaluated after this step."
         rows = [("metric", "before training", "this model", "95 % over examples"), ("---", "--:", "--:", "--:")]
@@ -107,8 +108,8 @@ class Card:
         lines = ["\n".join(f"| {' | '.join(map(_escape, row))} |" for row in rows)]
         if any(one.low is not None for one in self.figures):
             lines.append(
-                "The intervals are over the held-out examples, in clusters: another draw of examples. They say nothing "
-                "of another seed."
+                f"The intervals are over the {judged} examples, in clusters: another draw of examples. "
+                "They say nothing of another seed."
             )
         if self.beside.seeds:
             lines.append(
@@ -120,12 +121,14 @@ class Card:
         if asked := list_asked(self.history):
             # Their texts stay in the run: a card is published with the model, and held-out rows may be private.
             ended = sum(not answer.endswith(UNENDED) for *_, answer in asked)
-            lines.append(f"Asked {len(asked)} held-out prompts by plain transformers, it ended {ended} of its answers.")
+            asked_of = f"{len(asked)} {judged} prompts"
+            lines.append(f"Asked {asked_of} by plain transformers, it ended {ended} of its answers.")
         return "\n\n".join(lines)
 
     def _limits(self, recipe: dict[str, Any]) -> Iterator[str]:
         data, model = recipe["dataset"], recipe["model"]
-        yield f"It was judged on held-out examples of `{_base_name(data['name'])}` alone, and on nothing else."
+        judged = f"{_name_judged(recipe)} examples of `{_base_name(data['name'])}`"
+        yield f"It was judged on {judged} alone, and on nothing else."
         yield "Nobody looked for bias, unsafe answers or memorised texts in it; what its base has of these it has, too."
         yield "The licences of its base and of its data apply to it."
         if not self.beside.verdict and not _is_dense(recipe):
@@ -179,6 +182,12 @@ def _is_dense(recipe: dict[str, Any]) -> bool:
     return describe_policies(recipe) == "dense"
 
 
+def _name_judged(recipe: dict[str, Any]) -> str:
+    """Return which examples a run was judged on."""
+    data = recipe["dataset"]
+    return "trained" if data["eval_split"] == data["split"] and not data["test_split"] else "held-out"
+
+
 def _base_name(name: str) -> str:
     return Path(name).name if Path(name).is_absolute() or is_path(name) else name
 
@@ -200,7 +209,7 @@ def _describe_adapters(model: dict[str, Any]) -> str:
     return f"It was trained by {kind}, which is merged into the weights by peft." if kind else ""
 
 
-def _use(model_class: str, name: str) -> str:
+def _use(model_class: str, name: str, data_format: str) -> str:
     auto = {
         "ForMaskedLM": "AutoModelForMaskedLM",
         "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -213,6 +222,16 @@ def _use(model_class: str, name: str) -> str:
         f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
         f"model = {loader}.from_pretrained({name!r})",
     ]
+    if data_format == "chat" and loader == "AutoModelForCausalLM":
+        lines += [
+            "",
+            'messages = [{"role": "user", "content": "..."}]',
+            "inputs = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+            ")",
+            "tokens = model.generate(**inputs, max_new_tokens=64)[0, inputs.input_ids.shape[1] :]",
+            "print(tokenizer.decode(tokens, skip_special_tokens=True))",
+        ]
     return "```python\n" + "\n".join(lines) + "\n```"
 
 

@@ -43,4 +43,4 @@ def convert(converter: Sequence[str], folder: Path, file: Path, name: str, dtype
     if done.returncode or not file.is_file():
         lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
         last = lines[-1] if lines else "it printed nothing"
-        raise RunFailedError(f"{SCRIPT} ended with {done.returncode} and nothing was written: {last}")
+        raise RunFailedError(f"{SCRIPT} ended with exit code {done.returncode}, and nothing was written: {last}")

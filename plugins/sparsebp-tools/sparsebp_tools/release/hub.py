@@ -20,11 +20,13 @@ def check_hub(name: str) -> None:
     except HFValidationError as error:
         raise UsageError(f"--push: {first_line(error)}") from None
     if get_token() is None:
-        raise UsageError("--push needs a token of the hub: `hf auth login` keeps one, or set HF_TOKEN")
+        raise UsageError("--push needs a token of the Hugging Face hub: log in with `hf auth login`, or set HF_TOKEN")
     try:
         HfApi().whoami()
     except Exception as error:  # a hub's errors come from many libraries
-        raise RunFailedError(f"--push: the hub cannot be used, nothing was written: {_describe(error)}") from None
+        raise RunFailedError(
+            f"--push cannot use the Hugging Face hub, and nothing was written: {_describe(error)}"
+        ) from None
 
 
 def push(folder: Path, name: str, *, public: bool) -> str:
@@ -40,7 +42,9 @@ def push(folder: Path, name: str, *, public: bool) -> str:
         api.upload_folder(repo_id=place.repo_id, folder_path=folder, commit_message="Add a model trained by SparseBP")
     except Exception as error:
         again = f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))} ." + ("" if public else " --private")
-        raise RunFailedError(f"{folder} is written, but not sent: {_describe(error)}; `{again}` sends it") from None
+        raise RunFailedError(
+            f"the model is in {folder}, but could not be uploaded: {_describe(error)}; `{again}` uploads it"
+        ) from None
     return str(place)
 
 

@@ -35,6 +35,8 @@ def estimate_mean(run: LoadedRun, metric: str, value: float) -> Difference | Non
     if set(values) <= {0.0, 1.0} and found.low is not None:
         low, high = bound_share(found, len(set(clusters)))
         found = replace(found, low=low, high=high)
+    elif metric in (EVAL_LOSS.name, TEST_LOSS.name) and found.low is not None:
+        found = replace(found, low=max(0.0, found.low))  # no loss is negative
     # More examples than stored, or ignored ones, give another mean; then there is no interval.
     return found if math.isclose(found.mean, value, rel_tol=1e-3, abs_tol=1e-6) else None
 

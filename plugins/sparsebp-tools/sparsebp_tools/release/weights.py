@@ -69,7 +69,10 @@ def _find_end(history: History) -> int:
 def _find_last(run: RunFolder, step: int, steps: list[int]) -> ReleasedWeights:
     folder = run.path / "model"
     if (folder / ADAPTER_CONFIG).is_file():
-        raise UsageError(f"{folder} has only the adapter, written by an older version: name it as model.adapter")
+        raise UsageError(
+            f"{folder} has only the adapter, because an older version wrote it: use the folder as model.adapter in a "
+            "recipe"
+        )
     if damage := manifest.find_damage(folder):
         have = f"it has checkpoints of step {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
         raise UsageError(f"run {run.run_id}: its model cannot be verified ({damage}); {have}")
