@@ -20,11 +20,13 @@ from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
 from sparsebp_cli.cli.targets import as_change, complete_target
 from sparsebp_cli.cli.validate import load_checked
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.entry_point import entry_points, find_tool, tell_home
+from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, create_run, home
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
+    from sparsebp_cli.recipe.schema import Recipe
 
 
 IDS = "Also write the ids of the runs to this file, one per line, as soon as they are known."
@@ -69,10 +71,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool,
         typer.Option(
             "--with-baseline",
-            help=(
-                "Also train each recipe with policy dense, directly before or after the recipe itself, on the same "
-                "device."
-            ),
+            help="Also train each recipe with policy dense, directly before or after the recipe itself, on the same "
+            "device.",
         ),
     ] = False,
     until_ci: Annotated[str | None, typer.Option("--until-ci", metavar="METRIC=MARGIN", help=UNTIL)] = None,
@@ -91,14 +91,15 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     if until_ci is not None:
         if dry_run or detach or with_baseline or ids is not None:
             raise UsageError("--until-ci waits for results: leave out --dry-run, --detach, --ids and --with-baseline")
-        from sparsebp_cli.cli.until import print_answers, run_until
+        if (tool := find_tool("until")) is None:
+            raise UsageError(f"--until-ci is {tell_home('sparsebp-lab')}")
 
         def execute(plans: Sequence[Plan]) -> int:
             return execute_plans(plans, max_parallel).exit_code
 
         plans_of = partial(make_plans, files, changes)
-        answer, code = run_until(until_ci, seeds, max_minutes, plans_of, execute)
-        tell(answer, output, print_answers)
+        answer, code = tool.run_until(until_ci, seeds, max_minutes, plans_of, execute)
+        tell(answer, output, tool.print_answers)
         raise typer.Exit(code)
     plans = make_plans(files, changes, seeds)
     if with_baseline:
@@ -130,12 +131,21 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
     plans = []
     for file in recipes:
         recipe, origin, unknown = load_checked(file, changes)
-        for text in unknown:
-            if "did you mean" in text:  # the worker would look for the name on the hub, and first fail there
-                print_line(f"warning: {file}: {text}", stderr=True)
+        _warn_of_near_name(file, recipe, unknown)
         variants = [recipe] if numbers is None else [with_seed(recipe, number) for number in numbers]
         plans += [make_plan(variant, origin) for variant in variants]
     return plans
+
+
+def _warn_of_near_name(file: Path, recipe: Recipe, unknown: Sequence[str]) -> None:
+    """Warn of an installed model with nearly the name of one that is not here: a worker asks the hub for a minute."""
+    from sparsebp_cli.source import MODELS
+
+    name = recipe.model.name
+    if name is None or not any(text.startswith("model.name:") for text in unknown):
+        return
+    if near := did_you_mean(name, entry_points(group=MODELS).names):
+        print_line(f"warning: {file}: model.name: {name} is not on this machine{near}", stderr=True)
 
 
 def _find_recipes(recipes: Sequence[Path], like: str | None) -> list[Path]:

@@ -108,8 +108,7 @@ def _by_text(values: Mapping[Any, object]) -> dict[str, Any]:
 
 
 def _print(found: RunFacts, folder: RunFolder, history: History, *, everything: bool) -> None:
-    head: list[RenderableType] = [summarise(folder, history, everything=everything)]
-    head += [f"folder: {folder.path}"]
+    head: list[RenderableType] = [summarise(folder, history, everything=everything, names_folder=True)]
     head += [f"tags: {', '.join(found.labels['tags'])}"] if found.labels["tags"] else []
     head += [f"note: {found.labels['note']}"] if found.labels["note"] else []
     head += [f"{end['status']}: {end['text']}" for end in found.ends[-1:] if end["text"]]

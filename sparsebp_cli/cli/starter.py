@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import tempfile
@@ -127,7 +126,7 @@ def init(
     names = None if columns is None else [name.strip() for name in columns.split(",")]
     data = None if data is None else _absolute(data)
     files = make_starter(folder, task, _absolute(model or "austen-llama"), data, names)
-    _check_recipes(files, task)
+    _check_recipes(files)
     write_files(folder, files)
     command = f"cd {shlex.quote(str(folder))}; README.md has the commands"
     tell(FileList(files=[str(folder / file) for file in files], next=[command]), output, _print_files)
@@ -157,7 +156,7 @@ def _absolute(name: str) -> str:
     return str(find_path(name, [Path.cwd()]) or name)
 
 
-def _check_recipes(files: dict[str, str], task: Task) -> None:
+def _check_recipes(files: dict[str, str]) -> None:
     """Check the recipes before they are written, so that a wrong model or wrong data leave nothing behind."""
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.starter import write_files
@@ -171,21 +170,7 @@ def _check_recipes(files: dict[str, str], task: Task) -> None:
                 load_checked(Path(folder) / name, [])
             except RecipeError as error:
                 text = error.text.replace(f"{folder}/", "").replace(f"{folder}, ", "")
-                raise UsageError(f"{error.key}: {_advise_columns(text, task)}; nothing was written") from None
-
-
-def _advise_columns(text: str, task: Task) -> str:
-    """Return an error with the options of ``init`` that would read the columns, in the place of keys of a recipe."""
-    from sparsebp_cli.starter.folder import KEYS
-
-    if "has no column" not in text or "DPOTrainer" in text:
-        return text
-    what, _, keys = text.partition("; to read these columns, give dataset.")
-    other = re.match(r"format: (\w+)", keys)
-    if other is not None and other[1] != task.value and other[1] in list(Task):
-        return f"{what}; try --task {other[1]}"
-    names = ",".join(key.removesuffix("_column").upper() for key in KEYS.get(task.value, ()))
-    return f"{what}; name the columns by --columns {names or 'USER,ASSISTANT'}"
+                raise UsageError(f"{error.key}: {text}; nothing was written") from None
 
 
 class Starter(StrEnum):

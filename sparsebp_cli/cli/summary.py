@@ -65,10 +65,11 @@ def summarise(
     together: Sequence[RunFolder] = (),
     warning: str = "",
     everything: bool = False,
+    names_folder: bool = False,
 ) -> RenderableType:
     """Return the summary for rich, at most 12 lines unless ``everything``. ``warning`` is a problem outside the run,
     such as metrics that were not sent. ``together`` are all runs of this command, given only with the last run; the
-    next command names them."""
+    next command names them. ``names_folder`` adds the run's folder."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -85,6 +86,8 @@ def summarise(
     broken = BROKEN if _is_broken(history) and not everything else ""
     for text in filter(None, (warning, broken)):
         grid.add_row("warning", Text(text))
+    if names_folder:
+        grid.add_row("folder", Text(str(run.path)))
     if everything and (run.path / "model").is_dir():
         grid.add_row("model", Text(str(run.path / "model")))
     head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")

@@ -85,8 +85,6 @@ def name_classes(labels: Iterable[str]) -> list[str]:
 def missing_column(name: str, columns: Collection[str]) -> DataError:
     """Return the error for a missing column."""
     near = did_you_mean(name, columns)
-    if {"chosen", "rejected"} <= set(columns):
-        near = "; recipes do not train on preferences: use trl's DPOTrainer with sparsebp_cli.PolicyCallback"
     for keys in () if near else find_readings(columns):
         near = near or f"; to read these columns, give dataset.{write_keys(keys)}"
     return DataError(f"the dataset has no column {name!r}; it has {_list(columns)}{near}")

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -22,6 +22,8 @@ KEYS = {
     "classification": ("text_column", "label_column"),
     "glue": ("text_column", "text_pair_column", "label_column"),
 }
+WANTED = {"completion": ("prompt", "completion"), "chat": ("messages",), "text": ("text",)}
+WANTED |= {"classification": ("text", "label"), "glue": ("sentence1", "sentence2", "label")}
 # Columns of GLUE's pairs in MRPC, RTE, STS-B and WNLI; other tasks use other names.
 OF_GLUE = ("sentence1", "sentence2", "label")
 DATA = {"completion": "cmudict", "chat": "cmudict", "text": "python-docs"}
@@ -90,10 +92,26 @@ def find_columns(task: Task, data: str) -> dict[str, object]:
         rows = take_rows(find_splits(section), section.split, ROWS_READ)
     except SparseBPError:
         return {}  # checking the recipes reports what is wrong
-    for keys in find_readings(dict.fromkeys(name for row in rows for name in row)):
-        if keys.pop("format") == task.value:
-            return keys
-    return {}
+    names = dict.fromkeys(name for row in rows for name in row)
+    for keys in find_readings(names):
+        if keys["format"] == task.value:
+            return {name: value for name, value in keys.items() if name != "format"}
+    if names.keys() >= set(WANTED[task.value]):
+        return {}
+    raise UsageError(f"{data} has the columns {', '.join(names)}; {_advise(task, names)}")
+
+
+def _advise(task: Task, names: Collection[str]) -> str:
+    """Return what to do if data have other columns than a task."""
+    from sparsebp_cli.source.column import find_readings
+
+    if {"chosen", "rejected"} <= set(names):
+        return "recipes do not train on preferences: use trl's DPOTrainer with sparsebp_cli.PolicyCallback"
+    other = next((keys["format"] for keys in find_readings(names) if keys["format"] in list(Task)), None)
+    if other is not None:
+        return f"for these, give --task {other}"
+    meant = {"chat": "USER,ASSISTANT"}.get(task.value, ",".join(WANTED[task.value]).upper())
+    return f"--task {task} needs {' and '.join(WANTED[task.value])}: name the columns by --columns {meant}"
 
 
 def make_starter(

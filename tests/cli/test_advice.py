@@ -280,7 +280,7 @@ def meet_until(reader: Reader) -> None:
     with redirect_stdout(StringIO()) as said:
         assert Machine(files, lambda _, seed: 3.0 + 0.001 * seed).until("eval/loss=0.5", "0-4") == 0
     reader.printed = said.getvalue().splitlines()[-1]
-    assert "sparse" in reader.follow("cli/until.py", "sparsebp compare {} --margin {}={}")
+    assert "sparse" in reader.follow("verb/until.py", "sparsebp compare {} --margin {}={}")
 
 
 def meet_studies(reader: Reader) -> None:
@@ -422,7 +422,7 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
         ("compare/report/__init__.py", "sparsebp run {}"),
         ("compare/control.py", "sparsebp run --like {} --name {} {}{}"),
     ),
-    meet_until: (("cli/until.py", "sparsebp compare {} --margin {}={}"),),
+    meet_until: (("verb/until.py", "sparsebp compare {} --margin {}={}"),),
     meet_studies: (
         ("study/record.py", "sparsebp study FILE"),
         ("study/selection.py", "sparsebp study {}"),

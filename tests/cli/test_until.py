@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from sparsebp_cli.cli.run import make_plans
-from sparsebp_cli.cli.until import print_answers, run_until
 from sparsebp_cli.compare import Question, compare_runs
 from sparsebp_cli.compare.sequential import Trial, plan_looks
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, create_run, list_runs
+from sparsebp_lab.verb.until import print_answers, run_until
 
 from .conftest import Cli, Write
 from .document import read_document

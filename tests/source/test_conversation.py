@@ -37,16 +37,16 @@ def test_a_row_without_an_empty_input_is_read_as_one_with_an_empty_input(tmp_pat
     assert asked[place] == f"Say it {place} times.\n\nnow"
 
 
-def test_rows_of_which_none_has_an_input_are_a_part_of_a_json_file_and_a_fault_of_a_table(tmp_path: Path) -> None:
+def test_rows_without_any_input_are_a_part_of_a_json_file_and_a_fault_of_a_table(tmp_path: Path) -> None:
     talks = read_conversations(list(iter_rows(write(tmp_path, ROWS))), COLUMNS)
     assert [len(talk.messages) for talk in talks] == [2] * 4
-    with pytest.raises(DataError, match="^the dataset has no column 'input'; it has instruction, output; to read"):
+    with pytest.raises(DataError, match=r"^the dataset has no column 'input'; it has instruction, output; to read"):
         read_conversations(list(iter_rows(write(tmp_path, ROWS, "rows.csv"))), COLUMNS)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
 def test_a_role_without_any_of_its_columns_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match="^the dataset has no column 'question'; it has instruction, output"):
+    with pytest.raises(DataError, match=r"^the dataset has no column 'question'; it has instruction, output"):
         read_conversations(list(iter_rows(write(tmp_path, ROWS, name))), {"user": "question", "assistant": "output"})
 
 
@@ -58,7 +58,7 @@ def test_what_a_row_has_in_the_place_of_messages_is_named(tmp_path: Path) -> Non
     ):
         file = tmp_path / "rows.jsonl"
         file.write_text(json.dumps({"messages": value}) + "\n")
-        with pytest.raises(DataError, match=f"rows.jsonl, line 1: .*{said}$"):
+        with pytest.raises(DataError, match=rf"rows\.jsonl, line 1: .*{said}$"):
             read_conversations(list(iter_rows(file)), {})
 
 
