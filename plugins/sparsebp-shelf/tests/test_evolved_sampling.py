@@ -95,10 +95,10 @@ def test_evaluation_and_a_disabled_engine_ignore_the_rows() -> None:
 @pytest.mark.parametrize(
     ("column", "text"),
     [
-        ({}, r"the column 'example_row', the row of each example in the data, \(B,\), int64"),
+        ({}, r"the batch needs a column 'example_row', int64 of shape \(B,\)"),
         (rows(0, 1), r"example_row must be int64 of shape \(4,\), got torch.int64 \(2,\)"),
         ({"example_row": torch.zeros(4)}, r"must be int64 of shape \(4,\), got torch.float32"),
-        (rows(0, 1, 2, NUM_EXAMPLES), r"must be in \[0, 10\), as attach\(num_examples=10\) says, got 0 to 10"),
+        (rows(0, 1, 2, NUM_EXAMPLES), r"must be in \[0, 10\), because of attach\(num_examples=10\), got 0 to 10"),
     ],
 )
 def test_batches_that_do_not_say_which_examples_they_hold_are_refused(column: Any, text: str) -> None:

@@ -293,7 +293,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     with pytest.raises(PolicyError, match=r"attach\(\.\.\., num_steps=\.\.\.\)"):
         sbp.attach(model, "freezeout", optimizer=optimizer)
     for name in ("freezeout", "autofreeze", "grass"):
-        with pytest.raises(PolicyError, match="is in a layer: nothing can be frozen by depth"):
+        with pytest.raises(PolicyError, match="freezes transformer layers by depth, but the model trains no parameter"):
             sbp.attach(nn.Linear(2, 2), name, optimizer=optimizer, num_steps=4)
         with pytest.raises(UnsupportedError, match="update='eager'"):
             sbp.attach(model, name, optimizer=optimizer, num_steps=4, update="eager")

@@ -217,9 +217,9 @@ def test_the_control_has_the_most_equal_bits_within_the_mean() -> None:
 
 
 def test_bits_that_are_no_mean_or_no_bits_of_one_input_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"bits must be in \[1, 8\], a mean, got 32"):
+    with pytest.raises(ValidationError, match=r"bits is a mean and must be in \[1, 8\], got 32"):
         GACT(bits=32, adapt_interval=10)
-    with pytest.raises(ValidationError, match="bits must be 1, 2, 4, 8 or 32 without adapt_interval, got 3"):
+    with pytest.raises(ValidationError, match="without adapt_interval, bits must be 1, 2, 4, 8 or 32, got 3"):
         GACT(bits=3)
     with pytest.raises(ValidationError, match="less than or equal to 8"):
         GACT(bits=9, adapt_interval=10)

@@ -120,19 +120,19 @@ def test_an_eager_update_a_copy_and_a_resumed_one_give_the_same_weights() -> Non
 
 def test_no_adapters_other_adapters_and_trained_first_factors_are_refused() -> None:
     section = TrainingSection(optim="lora-fa")
-    with pytest.raises(UnsupportedError, match="lora-fa updates low-rank adapters, and the model has none"):
+    with pytest.raises(UnsupportedError, match="lora-fa trains LoRA adapters, but the model has none"):
         build_optimizer(section, nn.Linear(4, 4))
-    with pytest.raises(UnsupportedError, match=r"lora-fa is not supported for DoRA \(at 'base_model.model.0'\)"):
+    with pytest.raises(UnsupportedError, match=r"lora-fa does not support DoRA \(at 'base_model.model.0'\)"):
         build_optimizer(section, adapted(use_dora=True))
     embedded: Any = get_peft_model(nn.Sequential(nn.Embedding(5, 4)), LoraConfig(r=2, target_modules=["0"]))
     with pytest.raises(
-        UnsupportedError, match=r"adapters of linears only, got another one \(at 'base_model.model.0'\)"
+        UnsupportedError, match=r"only adapters of linear layers, but 'base_model.model.0' is an adapter of another"
     ):
         build_optimizer(section, embedded)
     model = adapted()
     optimizer = build_optimizer(section, model)
     loss_of(model).backward()
-    with pytest.raises(UnsupportedError, match=r"one of them is trained: freeze all of \*lora_A\*"):
+    with pytest.raises(UnsupportedError, match=r"at least one is trained: freeze all parameters that match \*lora_A\*"):
         optimizer.step()
 
 

@@ -159,7 +159,7 @@ def test_calls_that_do_not_fit_are_refused() -> None:
         engine.estimate(lambda: loss)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(UsageError, match="the model trains no parameter"):
+    with pytest.raises(UsageError, match="trained parameters, but the model trains none"):
         sbp.attach(model, "mezo").estimate(lambda: loss)
     with pytest.raises(UsageError, match="needs an attached and enabled policy"):
         sbp.attach(tiny_model("llama"), "dense").estimate(lambda: loss)
@@ -271,7 +271,7 @@ def test_a_wrong_number_of_coefficients_is_refused() -> None:
             return [1.0, 2.0]
 
     model = Quadratic()
-    with pytest.raises(PolicyError, match="returned 2 coefficients for 1 directions"):
+    with pytest.raises(PolicyError, match="must return one coefficient for each direction, got 2 for 1 directions"):
         sbp.attach(model, Two()).estimate(model)
 
 

@@ -170,6 +170,6 @@ def test_an_optimizer_with_state_is_refused() -> None:
     loss_of(model).backward()
     optimizer.step()
     with pytest.raises(
-        UsageError, match="the optimizer has state already, but the policy adds parts of frozen weights"
+        UsageError, match="adds parts of frozen weights to the optimizer, but the optimizer already has state"
     ):
         sbp.attach(model, POLICY, optimizer=optimizer)

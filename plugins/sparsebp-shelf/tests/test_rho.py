@@ -94,14 +94,14 @@ def test_what_has_no_losses_of_a_reference_is_refused_by_name() -> None:
     model, arguments = tiny_decoder("llama"), batch(4)
     with pytest.raises(UsageError, match=r"Rho needs a reference model: pass attach\(reference=MODEL\)"):
         attach(model, Rho())
-    with attach(model, Rho(), reference="batch"), pytest.raises(UsageError, match="reads the column 'reference_loss'"):
+    with attach(model, Rho(), reference="batch"), pytest.raises(UsageError, match="needs the column 'reference_loss'"):
         model(**arguments)
     tokens = SelectedTokens(score="excess", keep=0.5, reference="austen-llama")
     with pytest.raises(UnsupportedError, match="SelectedTokens and Rho both compare with a reference: give one"):
         attach(model, [tokens, Rho()], reference="batch")
     config = AutoConfig.for_model("llama", **(FAMILIES["llama"] | {"num_labels": 4, "pad_token_id": 0}))
     classifier = AutoModelForSequenceClassification.from_config(config).train()
-    text = "Rho compares with a reference language model"
+    text = "Rho compares losses with a reference language model"
     with attach(classifier, Rho(), reference="batch"), pytest.raises(UnsupportedError, match=text):
         classifier(input_ids=arguments["input_ids"], labels=torch.tensor([0, 1, 2, 3]))
 

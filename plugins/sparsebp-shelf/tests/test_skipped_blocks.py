@@ -233,7 +233,9 @@ def test_with_nothing_left_out_every_bit_is_the_dense_one(options: Any) -> None:
 
 
 def test_what_is_not_built_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="BertLayer normalises the residual stream after each"):
+    with pytest.raises(
+        UnsupportedError, match="not supported for BertLayer: this layer normalises the residual stream after each"
+    ):
         attach(tiny_encoder("bert"), "layerdrop")
     with pytest.raises(UnsupportedError, match="segments run the layers without gradients first"):
         attach(tiny_model("llama"), "layerdrop", segments=2)

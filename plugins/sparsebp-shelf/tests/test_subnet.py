@@ -194,10 +194,10 @@ def test_the_gradients_are_those_of_the_first_weights_and_batches_and_train_noth
     [
         ({"keep": 0.0}, "greater than 0"),
         ({"keep": 1.5}, "less than or equal to 1"),
-        ({"rows": []}, "rows is empty"),
-        ({"rows": ["*"], "coupled": True}, "coupled needs rows and columns"),
-        ({"scope": "model"}, "scope: model needs only blocks or only elements"),
-        ({"rows": ["*"], "blocks": ["*"], "scope": "model"}, "scope: model needs only blocks or only elements"),
+        ({"rows": []}, "rows must name at least one linear layer"),
+        ({"rows": ["*"], "coupled": True}, "'coupled: true' needs both rows and columns"),
+        ({"scope": "model"}, "'scope: model' ranks parts of one size"),
+        ({"rows": ["*"], "blocks": ["*"], "scope": "model"}, "'scope: model' ranks parts of one size"),
         ({"batches": 0}, "greater than 0"),
     ],
 )
@@ -210,12 +210,12 @@ def test_bad_options_are_refused(options: Any, message: str) -> None:
     ("options", "message"),
     [
         ({"rows": ["*.upp"]}, "rows: '.*upp' matches no linear"),
-        ({"rows": ["*.up"], "columns": ["0.*"]}, "'0.up' is in rows and in columns"),
+        ({"rows": ["*.up"], "columns": ["0.*"]}, "'0.up' matches both rows and columns"),
         (
             {"rows": ["*.up"], "columns": ["0.down"], "coupled": True},
-            "'1.up' needs a linear with columns in the same module",
+            "'1.up' needs another linear layer in the same module that columns names",
         ),
-        ({"blocks": ["*"], "block_size": 4}, "blocks: '0.up' has 6 outputs, no multiple of block_size: 4"),
+        ({"blocks": ["*"], "block_size": 4}, "blocks: '0.up' has 6 outputs, which must be a multiple of block_size 4"),
         (
             {"rows": ["*.up"], "columns": ["*.gate"], "coupled": True},
             "same number of channels, got 6 of '0.up', 4 of '0.gate'",

@@ -58,20 +58,27 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
     constants: ClassVar[tuple[str, ...]] = ("sensitivity_at",)
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        description="Share of the residual blocks whose backward runs, in (0, 1]; 1.0 is dense. If it is no whole "
-        "number of blocks, one more runs at some steps, so that this is the mean."
+        description=(
+            "Fraction of the residual blocks whose backward runs, in (0, 1]; 1.0 is dense. If this is no whole "
+            "number of blocks, one more block runs at some steps, and the mean is this fraction."
+        )
     )
     sensitivity_at: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
         None,
-        description="Share of the training's steps after which trial passes, one more than there are blocks, measure "
-        "how much each block matters; then keep is the share of the blocks' work. The paper: 0.1. null: all blocks "
-        "alike.",
+        description=(
+            "Fraction of the training's steps after which SparseBP measures how much each block matters, with one "
+            "trial pass per block and a dense one. From then on, keep is the fraction of the blocks' work. The "
+            "paper: 0.1. null: drop all blocks equally often."
+        ),
     )
 
     @model_validator(mode="after")
     def _can_be_shared_out(self) -> Self:
         if self.sensitivity_at is not None and not 1.0 / UNIT <= self.keep < 1.0:
-            raise ValueError(f"sensitivity_at needs keep in [{1 / UNIT}, 1): blocks drop in at most nine of ten steps")
+            raise ValueError(
+                f"with sensitivity_at, keep must be in [{1 / UNIT}, 1), because a block is dropped at no more than "
+                "nine of ten steps"
+            )
         return self
 
     @property
@@ -109,7 +116,7 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
             return ()
         if step.num_steps is None:
             raise PolicyError(
-                "sensitivity_at is a fraction of the training: pass its length to attach(..., num_steps=...)"
+                "sensitivity_at is a fraction of the training's steps: pass their number to attach(..., num_steps=...)"
             )
         return (
             [(), *((name,) for name in step.state)] if step.index == int(self.sensitivity_at * step.num_steps) else ()

@@ -63,8 +63,8 @@ class BlockExtension(TrialExtension):
         name = find_reentrant(model)
         if name is not None:
             raise UnsupportedError(
-                f"{self._name} with reentrant checkpointing (at {name!r}), which runs the backward of every layer: "
-                "enable checkpointing with use_reentrant=False"
+                f"{self._name} does not support reentrant checkpointing (at {name!r}), which runs the backward "
+                "of every layer: enable checkpointing with use_reentrant=False"
             )
         self.policy, self._model, self._states, self._patches = policy, model, given.states, ForwardPatches()
         self.blocks, self.parts = find_blocks(model, self._name)
@@ -133,8 +133,8 @@ class BlockExtension(TrialExtension):
             self._forward_step = step
         elif self._forward_step != step:
             raise UsageError(
-                f"{part.name!r} runs again after its step ended, with other blocks dropped: run the "
-                "backward of each forward before the optimizer's step"
+                f"{part.name!r} runs again after the optimizer step, when other blocks are dropped: run the "
+                "backward of each forward before the optimizer step"
             )
         if part.blocks <= self._dropped:
             if misses_gradients():
@@ -199,7 +199,7 @@ class BlockExtension(TrialExtension):
         names = frozenset(self.policy.at(step).drop(self.blocks, self._states.show(self.policy, step)))
         unknown = sorted(names - {block.name for block in self.blocks})
         if unknown:
-            raise PolicyError(f"{self._name} drops {unknown[0]!r}, allowed: names of blocks that it was given")
+            raise PolicyError(f"{self._name} must drop only residual blocks of this model, got {unknown[0]!r}")
         return names
 
     def _keep_trainable(self, dropped: frozenset[str]) -> frozenset[str]:

@@ -103,7 +103,9 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
     layers = LayerNumbers(model)
     branches = find_layouts()
     if not layers.layers:
-        raise UnsupportedError(f"{asker} drops residual blocks of layers; {type(model).__name__} has no layers")
+        raise UnsupportedError(
+            f"{asker} drops residual blocks of transformer layers, but {type(model).__name__} has no layers"
+        )
     blocks: list[ResidualBlock] = []
     found: dict[nn.Module, tuple[str, set[str], BlockLayout, str]] = {}
     for number, (name, layer) in enumerate(zip(layers.names, layers.layers, strict=True)):
@@ -150,8 +152,8 @@ def refuse_norms_of_the_stream(model: nn.Module, asker: str) -> None:
         name = type(layer).__name__
         if name in _ENCODERS and name not in layouts:
             raise UnsupportedError(
-                f"{asker} skips blocks in the forward, which is not supported: {name} normalises the residual "
-                "stream after each block"
+                f"{asker} skips blocks in the forward, which is not supported for {name}: this layer normalises "
+                "the residual stream after each block"
             )
 
 
@@ -167,7 +169,9 @@ def _find_parts(prefix: str, layer: nn.Module, block: BlockLayout) -> Iterator[t
     modules = dict(layer.named_modules(remove_duplicate=False))
     for path in block.parts:
         if path not in modules:
-            raise UnsupportedError(f"the layout of {type(layer).__name__} names {path!r}, which is not at {prefix!r}")
+            raise UnsupportedError(
+                f"the layout of {type(layer).__name__} names the module {path!r}, but {prefix!r} has no such module"
+            )
         yield f"{prefix}.{path}", modules[path]
 
 

@@ -39,8 +39,10 @@ class LCSB(BlockDropper):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        description="Share of the layers whose residual blocks have a backward, in (0, 1]; 1.0 is dense. If it is no "
-        "whole number of layers, one more has one at some steps, so that this is the mean."
+        description=(
+            "Fraction of the layers whose residual blocks have a backward, in (0, 1]; 1.0 is dense. If this is no "
+            "whole number of layers, one more layer has a backward at some steps, and the mean is this fraction."
+        )
     )
 
     @property

@@ -43,10 +43,17 @@ class PLD(BlockDropper):
     takes_schedules: ClassVar[bool] = False
 
     theta: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.5, description="Probability with which the last block is computed late in training, in (0, 1]; 1.0 is dense."
+        0.5,
+        description=(
+            "Probability, late in the training, that the last block is computed at a step, in (0, 1]; 1.0 is dense."
+        ),
     )
     gamma: Annotated[float, Field(gt=0.0)] = Field(
-        0.001, description="How fast that probability is reached: after 1 / gamma optimizer steps, 63 % of the way."
+        0.001,
+        description=(
+            "Speed at which the probability falls from 1 to theta. After 1 / gamma optimizer steps, it has fallen "
+            "63 % of the way."
+        ),
     )
 
     @property

@@ -23,7 +23,9 @@ def skip(part: BlockPart, args: Sequence[object], kwargs: Mapping[str, object]) 
     given = (*args, kwargs.get("hidden_states"), *kwargs.values())
     hidden_BTD = next((value for value in given if isinstance(value, Tensor)), None)
     if hidden_BTD is None:
-        raise UnsupportedError(f"{part.name!r} gets no tensor argument: what it adds to the residual stream is unknown")
+        raise UnsupportedError(
+            f"the block {part.name!r} cannot be skipped, because its forward gets no tensor as an argument"
+        )
     if part.role == "before":
         return hidden_BTD
     # Expanded from one zero where the layer does not write. See decision 13.
@@ -37,4 +39,7 @@ def scale(part: BlockPart, output: Any, factor: float) -> Any:
         return output * factor
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         return (output[0] * factor, *output[1:])
-    raise UnsupportedError(f"{part.name!r} returns a {type(output).__name__}, which cannot be scaled")
+    raise UnsupportedError(
+        f"the output of block {part.name!r} cannot be scaled: it must be a tensor, or a tuple that begins with one, "
+        f"got {type(output).__name__}"
+    )

@@ -45,8 +45,8 @@ class EstimatorExtension(EngineExtension):
     def check_called(self) -> None:
         """Raise an error: this policy has no backward."""
         raise UsageError(
-            f"{type(self.policy).__name__} estimates gradients without a backward: call engine.estimate(forward), "
-            "not forward and engine.backward"
+            f"{type(self.policy).__name__} estimates gradients without a backward: call engine.estimate(forward) "
+            "instead of forward and engine.backward"
         )
 
     @override
@@ -70,7 +70,9 @@ class EstimatorExtension(EngineExtension):
         policy = self.policy.at(step)
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         if not trained:
-            raise UsageError(f"{type(policy).__name__}: the model trains no parameter")
+            raise UsageError(
+                f"{type(policy).__name__} estimates the gradients of trained parameters, but the model trains none"
+            )
         plain = {name: p.detach().clone() for name, p in trained.items()}
         losses: list[Tensor] = []
         with torch.no_grad(), _evaluating(self._model):
@@ -88,8 +90,8 @@ class EstimatorExtension(EngineExtension):
             coefficients = policy.estimate(loss_PS.tolist(), step)
             if len(coefficients) != policy.num_directions:
                 raise PolicyError(
-                    f"{type(policy).__name__} returned {len(coefficients)} coefficients for {policy.num_directions} "
-                    "directions"
+                    f"{type(policy).__name__} must return one coefficient for each direction, got "
+                    f"{len(coefficients)} for {policy.num_directions} directions"
                 )
             for name, parameter in trained.items():
                 gradient = plain[name].zero_()

@@ -47,10 +47,17 @@ class MeZO(GradientEstimator):
     )
 
     scale: Annotated[float, Field(gt=0.0)] = Field(
-        1e-3, description="Length by which weights are shifted along a direction, to either side, greater than 0."
+        1e-3,
+        description=(
+            "Factor of the random direction that is added to the weights in one forward and subtracted in another, "
+            "above 0."
+        ),
     )
     directions: Annotated[int, Field(ge=1)] = Field(
-        1, description="Random directions of a step, whose estimates are averaged; each costs two forwards."
+        1,
+        description=(
+            "Number of random directions of a step, whose estimates are averaged. Each direction costs two forwards."
+        ),
     )
 
     @property

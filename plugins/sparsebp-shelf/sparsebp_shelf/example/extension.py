@@ -95,8 +95,8 @@ class ExampleExtension(EngineExtension):
         found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if found is None:
             raise UnsupportedError(
-                f"{type(policy).__name__} chooses examples in the forward of a transformers model called with "
-                f"labels, got {type(model).__name__}"
+                f"{type(policy).__name__} chooses examples in the forward of a transformers model that gets "
+                f"labels, but this model is {type(model).__name__}"
             )
         self.policy, self.model, self.states, self.num_examples = policy, found, given.states, given.num_examples
         self._patches = ForwardPatches()
@@ -113,8 +113,8 @@ class ExampleExtension(EngineExtension):
             self.products = GradientProducts(model, type(policy).__name__, given.exclude)
             if self.compares or policy.reads_gradient_norm or policy.scored_share < 1.0:
                 raise UnsupportedError(
-                    f"{type(policy).__name__} reads products of gradients and supports neither other scores nor "
-                    "a part of the positions (scored_share)"
+                    f"{type(policy).__name__} reads products of gradients (num_validation above 0), so it must "
+                    "read no reference and no gradient norms, and its scored_share must be 1"
                 )
 
     def install(self, engine: EngineView) -> None:
@@ -160,12 +160,15 @@ class ExamplesOverride(ForwardOverride):
             self._number = _count_examples(bind_arguments(self._model, args, kwargs))
             return self._inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            raise UnsupportedError("choosing examples does not support torch.compile: the choice differs by step")
+            raise UnsupportedError(
+                "choosing examples does not support torch.compile, because the choice differs at each step"
+            )
         self.was_called = True
         arguments = bind_arguments(self._model, args, kwargs)
         if is_filled(find_cache(arguments), self._model):
             raise UnsupportedError(
-                f"{type(self._policy).__name__} does not support a cache of earlier positions in training"
+                f"{type(self._policy).__name__} does not support a filled cache of earlier positions "
+                "(past_key_values) in training"
             )
         labels = arguments.get("labels")
         if not isinstance(labels, Tensor):
@@ -221,15 +224,18 @@ class ExamplesOverride(ForwardOverride):
         assert most is not None
         if row_B is None:
             raise UsageError(
-                f"{name} keeps state for each example of the data: add to the batch "
-                f"the column {EXAMPLE_ROW!r}, the row of each example in the data, (B,), int64"
+                f"{name} keeps state for each example of the data: the batch needs a column {EXAMPLE_ROW!r}, "
+                "int64 of shape (B,); it has the row of each example in the data"
             )
         if not isinstance(row_B, Tensor) or row_B.shape != (number,) or row_B.dtype != torch.int64:
             got = f"{row_B.dtype} {tuple(row_B.shape)}" if isinstance(row_B, Tensor) else type(row_B).__name__
-            raise UsageError(f"{EXAMPLE_ROW} must be int64 of shape {(number,)}, got {got}")
+            raise UsageError(f"the column {EXAMPLE_ROW} must be int64 of shape {(number,)}, got {got}")
         if not 0 <= int(row_B.min()) <= int(row_B.max()) < most:
             got = f"{int(row_B.min())} to {int(row_B.max())}"
-            raise UsageError(f"{EXAMPLE_ROW} must be in [0, {most}), as attach(num_examples={most}) says, got {got}")
+            raise UsageError(
+                f"the rows in the column {EXAMPLE_ROW} must be in [0, {most}), because of "
+                f"attach(num_examples={most}), got {got}"
+            )
         return row_B
 
     def _run_weighted(
@@ -284,8 +290,8 @@ class ExamplesOverride(ForwardOverride):
         if labels.ndim == 1:
             if self._extension.compares:
                 raise UnsupportedError(
-                    f"{type(self._policy).__name__} compares with a reference language model, but the model "
-                    "is a classifier"
+                    f"{type(self._policy).__name__} compares losses with a reference language model, but the "
+                    "trained model is a classifier"
                 )
             return self._classify(part, labels, with_norms=policy.reads_gradient_norm)
         assert self._scorer is not None
@@ -325,18 +331,21 @@ class ExamplesOverride(ForwardOverride):
     def _check_labels(self, labels: Tensor) -> None:
         """Raise an error for labels that fit neither a language model nor one class for each example."""
         if labels.is_floating_point():
-            raise UsageError(f"{type(self._policy).__name__} needs class labels: whole numbers, got {labels.dtype}")
+            raise UsageError(
+                f"{type(self._policy).__name__} needs labels that are whole numbers, such as classes or tokens, got "
+                f"{labels.dtype}"
+            )
         if labels.ndim > 1 and self._scorer is None:
             raise UnsupportedError(
-                f"{type(self._policy).__name__} needs a language model or one label an example, got labels of shape "
-                f"{list(labels.shape)} for {type(self._model).__name__}"
+                f"{type(self._policy).__name__} needs a language model, or a classifier with one label per "
+                f"example, got labels of shape {list(labels.shape)} for {type(self._model).__name__}"
             )
 
     def _check_reference(self, reference_BT: object, next_BT: Tensor) -> Tensor:
         """Return the reference losses in a batch's column, 0 for positions without a target."""
         name, wanted = type(self._policy).__name__, tuple(next_BT.shape)
         if not isinstance(reference_BT, Tensor):
-            raise UsageError(f"{name} reads the column {REFERENCE_COLUMN!r}, and the batch has none")
+            raise UsageError(f"{name} needs the column {REFERENCE_COLUMN!r}, but the batch has no such column")
         if reference_BT.shape != next_BT.shape:
             raise UsageError(
                 f"column {REFERENCE_COLUMN!r} must have the labels' shape {wanted}, got {tuple(reference_BT.shape)}"

@@ -52,8 +52,8 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
     def __init__(self, policy: ExampleSelector, model: nn.Module, states: PolicyStates) -> None:
         if not policy.fits_head:
             raise UnsupportedError(
-                f"{type(policy).__name__} is not supported with trl's fused head: choose examples without "
-                f"a score of the model; {FusedHeadExtension.LEFT}"
+                f"{type(policy).__name__} is not supported with trl's fused head: use a policy that chooses "
+                f"examples without scores of the model; {FusedHeadExtension.LEFT}"
             )
         super().__init__(policy, model, states)
         self._size_B: Tensor | None = None
@@ -82,7 +82,7 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
         weight_B = self._size_B if policy.reads_weight else None
         if weight_B is not None:
             if weight_B.dim() == 0 or len(weight_B) != number:
-                raise UsageError(f"{EXAMPLE_SIZE} must have one row for each of {number} examples")
+                raise UsageError(f"the column {EXAMPLE_SIZE} must have one row for each of {number} examples")
             weight_B = weight_B.detach().float().abs().reshape(number, -1).amax(1)
         examples = Examples(number, weight_B=weight_B)
         if self._states.watches(policy, ReadExamples):
@@ -126,15 +126,16 @@ class FusedExamplesForward(ForwardOverride):
             return self.run_covered(self._model, *args, **kwargs)
         if not kwargs.get(FusedHeadExtension.ARGUMENT):
             raise UnsupportedError(
-                f"{type(self._extension.policy).__name__} chooses examples under trl's fused head, and the model was "
-                f"called in training without it: use engine.disabled() for that forward; {FusedHeadExtension.LEFT}"
+                f"{type(self._extension.policy).__name__} chooses examples under trl's fused head, but the model "
+                "was called in training without this head: put that forward under engine.disabled(); "
+                f"{FusedHeadExtension.LEFT}"
             )
         self._extension.was_called = True
         label_BT = kwargs.get("labels")
         if args or not isinstance(label_BT, Tensor):
             raise UnsupportedError(
-                f"{type(self._extension.policy).__name__} under trl's fused head needs labels and inputs by name, as "
-                "trl's trainers give them"
+                f"with trl's fused head, {type(self._extension.policy).__name__} needs labels and inputs as "
+                "keyword arguments, as trl's trainers pass them"
             )
         chosen = self._extension.choose(label_BT)
         if chosen is None or len(chosen[0]) == len(label_BT):
@@ -168,8 +169,8 @@ class FusedExamplesForward(ForwardOverride):
             if isinstance(value, Tensor) and value.dim() > 0:
                 if len(value) != number:
                     raise UnsupportedError(
-                        f"{type(self._extension.policy).__name__} cannot take examples out of {name}, of shape "
-                        f"{tuple(value.shape)}, which has no row for each of {number} examples"
+                        f"{type(self._extension.policy).__name__} cannot choose examples of the argument {name}: "
+                        f"its shape is {tuple(value.shape)}, but it needs one row for each of {number} examples"
                     )
                 taken[name] = value.index_select(0, index)
         return taken
@@ -184,7 +185,7 @@ def _join(live: Any, left: Any, parts: tuple[Tensor, Tensor, Tensor], given: Map
         if isinstance(one, Tensor) and one.dim():
             values[field.name] = _Joined.apply(one, other[: len(rest_L)], index_K, factor_K, rest_L)  # type: ignore[no-untyped-call]
         elif one is not None and field.name != "loss":
-            raise UnsupportedError(f"{field.name} of trl's fused head is not supported for chosen examples")
+            raise UnsupportedError(f"choosing examples does not support the output {field.name} of trl's fused head")
     count = given.get("num_items_in_batch")
     count = values["label_mask"].sum().clamp(min=1) if count is None else count
     return type(live)(loss=-values["log_probs"].sum() / count, **values)

@@ -102,9 +102,13 @@ class GradientProducts:
         for name, module in model.named_modules():
             if getattr(module, "gradient_checkpointing", False):
                 where = f" (at {name!r})" if name else ""
-                raise UnsupportedError(f"{what} and activation checkpointing{where} are not supported: switch it off")
+                raise UnsupportedError(
+                    f"{what} does not support activation checkpointing{where}: switch checkpointing off"
+                )
         if not self._find_trained():
-            raise UnsupportedError(f"{what} needs a linear whose weight is trained, got none")
+            raise UnsupportedError(
+                f"{what} needs at least one linear layer whose weight is trained, but the model has none"
+            )
 
     def compute(
         self,
@@ -165,7 +169,8 @@ class GradientProducts:
         rows = find_rows(x, frozenset((group.number,)), time_first=name in self._time_first)
         if rows is not None and (rows.unknown or rows.shape[0] != group.number):
             raise UnsupportedError(
-                f"{self._what} needs to know the example of each row; at {name!r} {rows.unknown}: exclude it"
+                f"{self._what} must know to which example each row belongs, but at {name!r} {rows.unknown}: add "
+                "this layer to exclude"
             )
         x_BTD = x.detach().reshape(group.number, -1, x.shape[-1])
         # Keep the edge, because the model may change the output in place later. See decision 25.

@@ -20,13 +20,17 @@ class SampledExamples(KeptExamples):
     constants: ClassVar[tuple[str, ...]] = ("start", "end")
 
     start: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.5, description="Share of the training's steps after which examples are selected."
+        0.5, description="Fraction of the training's steps after which the selection of examples begins."
     )
     end: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.9, description="Share of the training's steps after which examples are no longer selected."
+        0.9, description="Fraction of the training's steps after which the selection of examples ends."
     )
     interrupt: NonNegativeInt = Field(
-        2, description="Period, in steps, of dense steps while examples are selected; 0: none, 1: every step."
+        2,
+        description=(
+            "While examples are selected, every N-th step is dense, where N is this number. 0: no step is dense. 1: "
+            "every step is dense."
+        ),
     )
 
     @model_validator(mode="after")

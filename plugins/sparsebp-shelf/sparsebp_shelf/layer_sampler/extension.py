@@ -40,9 +40,13 @@ class LayerExtension(TrialExtension):
     def __init__(self, policy: GradientSelector, model: nn.Module, given: Given) -> None:
         numbers, name = LayerNumbers(model), type(policy).__name__
         if not numbers.layers:
-            raise UnsupportedError(f"{name} chooses examples at the output of each layer; the model has no layers")
+            raise UnsupportedError(
+                f"{name} chooses examples at the output of each transformer layer, but the model has no layers"
+            )
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise UnsupportedError(f"{name} chooses examples in one stack of layers; the model has two")
+            raise UnsupportedError(
+                f"{name} chooses examples in one stack of layers, but the model has two: an encoder and a decoder"
+            )
         self.policy, self._states, self._patches = policy, given.states, ForwardPatches()
         self.layers, self._model = numbers.layers, model
 
@@ -73,8 +77,8 @@ class LayerExtension(TrialExtension):
         sizes = self.engine.batch_sizes
         if sizes and len(hidden) not in sizes:
             raise UnsupportedError(
-                f"{type(self.policy).__name__} chooses among examples; the first dimension of a layer's output, "
-                f"{tuple(hidden.shape)}, is not the batch size"
+                f"{type(self.policy).__name__} needs the batch size as the first dimension of each layer's "
+                f"output, got the shape {tuple(hidden.shape)}"
             )
 
 

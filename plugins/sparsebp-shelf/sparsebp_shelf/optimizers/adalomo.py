@@ -62,7 +62,8 @@ class AdaLomo(SeparateOptimizer):
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dim() > 2:
                 raise ValueError(
-                    f"AdaLomo updates vectors and matrices, got a parameter of shape {tuple(parameter.shape)}"
+                    "AdaLomo supports only parameters with at most two dimensions, got the shape "
+                    f"{tuple(parameter.shape)}"
                 )
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:

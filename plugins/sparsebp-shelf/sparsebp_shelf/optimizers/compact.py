@@ -59,7 +59,8 @@ class CompActAdamW(SeparateOptimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if self._find is None:
             raise UnsupportedError(
-                "compact needs the projection of a policy to keep moments: pass the optimizer to attach(optimizer=...)"
+                "the optimizer compact needs the projection that the policy draws: pass the optimizer to "
+                "attach(optimizer=...)"
             )
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None  # step() skips parameters without a gradient
@@ -74,8 +75,8 @@ class CompActAdamW(SeparateOptimizer):
             small_OK = shrink(gradient if input_dim == 1 else gradient.t(), matrix_DK)
             if "exp_avg" in state and state["exp_avg"].shape != small_OK.shape:
                 raise UnsupportedError(
-                    f"compact has moments of shape {tuple(state['exp_avg'].shape)}, got a gradient of "
-                    f"{tuple(small_OK.shape)} in the projection: the policy's keep must stay the same"
+                    f"the optimizer compact has moments of shape {tuple(state['exp_avg'].shape)}, but the "
+                    f"projected gradient has the shape {tuple(small_OK.shape)}: do not change the policy's keep"
                 )
             update = adam_step(small_OK, state, group) @ matrix_DK.t()
             update = update if input_dim == 1 else update.t()

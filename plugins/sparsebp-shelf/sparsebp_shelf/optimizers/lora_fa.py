@@ -63,7 +63,8 @@ class LoRAFA(SeparateOptimizer):
             first_RD, scale = self._adapters[parameter]
             if first_RD.requires_grad:
                 raise UnsupportedError(
-                    "lora-fa needs frozen first factors of adapters, but one of them is trained: freeze all of *lora_A*"
+                    "lora-fa needs adapters whose lora_A is frozen, but at least one is trained: freeze all "
+                    "parameters that match *lora_A*"
                 )
             gradient = project(gradient, first_RD, scale)
         state["step"] = state.get("step", 0) + 1
@@ -90,13 +91,16 @@ def find_adapters(model: nn.Module) -> dict[Tensor, tuple[Tensor, float]]:
             continue
         factors = [*module.lora_A.values(), *module.lora_B.values()]
         if not all(isinstance(factor, nn.Linear) for factor in factors) or len(module.lora_embedding_A):
-            raise UnsupportedError(f"lora-fa supports adapters of linears only, got another one (at {name!r})")
+            raise UnsupportedError(
+                f"lora-fa supports only adapters of linear layers, but {name!r} is an adapter of another layer"
+            )
         if len(module.lora_magnitude_vector):
-            raise UnsupportedError(f"lora-fa is not supported for DoRA (at {name!r}): give use_dora=False")
+            raise UnsupportedError(f"lora-fa does not support DoRA (at {name!r}): set use_dora=False")
         for key, second in module.lora_B.items():
             found[second.weight] = module.lora_A[key].weight, float(module.scaling[key])
     if not found:
         raise UnsupportedError(
-            "lora-fa updates low-rank adapters, and the model has none: give model.lora, or use peft"
+            "lora-fa trains LoRA adapters, but the model has none: set model.lora in the recipe, or add "
+            "adapters with peft"
         )
     return found

@@ -184,13 +184,15 @@ class PartExtension(TrialExtension):
         weights, name = show_weights(self._model, self._linears), type(self.policy).__name__
         if not weights:
             kind = "frozen linear" if self.policy.of_frozen else "linear"
-            raise PolicyError(f"{name}: the model has no {kind} whose weight can be trained in part")
+            raise PolicyError(
+                f"{name} trains parts of weights, but the model has no {kind} layer whose weight can be trained in part"
+            )
         chosen = dict(self.policy.parts(weights, self._states.show(self.policy, self._first)))
         if not chosen:
-            raise PolicyError(f"{name} chose no part of any weight, allowed: 1 or more")
+            raise PolicyError(f"{name} must choose a part of at least one weight, got none")
         for place, part in chosen.items():
             if place not in self._linears:
-                raise PolicyError(f"{name} chose a part of {place!r}, allowed: the linears that it was given")
+                raise PolicyError(f"{name} must choose parts only of the linear layers that it gets, got {place!r}")
             module, form = self._linears[place]
             try:
                 part.check(*form.by_output(weight_of(module)).shape)
@@ -258,8 +260,8 @@ class PartOverride(ForwardOverride):
         weight = weight_of(self.module)
         if weight.device != self.leaf.device or weight.dtype != self.leaf.dtype:
             raise UnsupportedError(
-                f"{self.name!r} has become {weight.dtype} on {weight.device} after its part was chosen "
-                f"({self.leaf.dtype} on {self.leaf.device}): move or convert the model before attach"
+                f"the weight of {self.name!r} is {weight.dtype} on {weight.device}, but its part was chosen as "
+                f"{self.leaf.dtype} on {self.leaf.device}: move or convert the model before attach"
             )
         return run_part(self.module, input, self.leaf, self.form, self.part, reference=self._engine.reference)
 
@@ -288,8 +290,8 @@ class _Swap:
         """Raise :class:`UsageError` if the optimizer has state, because the added parts would have none."""
         if self._optimizer.state:
             raise UsageError(
-                "the optimizer has state already, but the policy adds parts of frozen weights: attach before its "
-                "first step"
+                "the policy adds parts of frozen weights to the optimizer, but the optimizer already has state: "
+                "call attach before the first optimizer step"
             )
 
     def add(self, weights: Iterable[Tensor]) -> None:
@@ -301,12 +303,14 @@ class _Swap:
     def check(self, name: str, weight: Tensor, is_whole: bool) -> None:
         """Raise :class:`UsageError` unless the optimizer trains a weight and has no state for all of it."""
         if id(weight) not in self._trained:
-            raise UsageError(f"the optimizer does not train the weight of {name!r}, whose part the policy trains")
+            raise UsageError(
+                f"the policy trains a part of the weight of {name!r}, but the optimizer does not contain this weight"
+            )
         state = self._optimizer.state.get(weight, {})
         if not is_whole and any(isinstance(v, Tensor) and v.shape == weight.shape for v in state.values()):
             raise UsageError(
-                f"the optimizer has state for the whole weight of {name!r}, but the policy trains a part: attach "
-                "before its first step"
+                f"the policy trains a part of the weight of {name!r}, but the optimizer has state for all of it: "
+                "call attach before the first optimizer step"
             )
 
     def swap(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -366,6 +370,6 @@ def _refuse_reentrant(model: nn.Module) -> None:
         keywords: dict[str, object] = getattr(module.__dict__.get("_gradient_checkpointing_func"), "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant", True):
             raise UnsupportedError(
-                f"parts of weights and reentrant checkpointing (at {name!r}): enable checkpointing with "
-                "use_reentrant=False"
+                f"parts of weights cannot be trained with reentrant checkpointing (at {name!r}): enable "
+                "checkpointing with use_reentrant=False"
             )

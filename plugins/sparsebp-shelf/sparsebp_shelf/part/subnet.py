@@ -51,44 +51,86 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.1, description="Share of the rows, columns, blocks or entries that is trained, in (0, 1]; at least one."
+        0.1,
+        description=(
+            "Fraction of the rows, columns, blocks or entries that is trained, in (0, 1]. At least one is trained."
+        ),
     )
     rows: list[str] | None = Field(
         None,
-        description="Linears of which rows of the weight are trained: globs over names, such as `*.up_proj`. Without "
-        "any of rows, columns, blocks and elements: rows of all linears.",
+        description=(
+            "Linear layers in which rows of the weight are trained: globs over names, such as `*.up_proj`. null: "
+            "none. If rows, columns, blocks and elements are all null, rows of all linear layers are trained."
+        ),
     )
-    columns: list[str] | None = Field(None, description="The same for columns, such as `*.down_proj`.")
-    blocks: list[str] | None = Field(None, description="The same for square blocks.")
-    elements: list[str] | None = Field(None, description="The same for single entries.")
-    block_size: PositiveInt = Field(256, description="Side of a block; both widths of a weight are multiples of it.")
+    columns: list[str] | None = Field(
+        None,
+        description=(
+            "Linear layers in which columns of the weight are trained: globs over names, such as `*.down_proj`. null: "
+            "none."
+        ),
+    )
+    blocks: list[str] | None = Field(
+        None,
+        description="Linear layers in which square blocks of the weight are trained: globs over names. null: none.",
+    )
+    elements: list[str] | None = Field(
+        None,
+        description="Linear layers in which single entries of the weight are trained: globs over names. null: none.",
+    )
+    block_size: PositiveInt = Field(
+        256,
+        description=(
+            "Number of rows and of columns of a block. The rows and the columns of the weight must be a multiple of it."
+        ),
+    )
     coupled: bool = Field(
-        False, description="Whether all chosen linears of a module have the same channels, in rows and columns alike."
+        False,
+        description=(
+            "Whether the chosen linear layers of a module train the same channels. Rows of `up_proj` and columns of "
+            "`down_proj` then have the same numbers."
+        ),
     )
     scope: Literal["weight", "model"] = Field(
-        "weight", description="Where blocks or entries compete: in each weight, or in all of them together."
+        "weight",
+        description=(
+            "How blocks or entries are ranked. weight: within each weight, so that each trains the same fraction. "
+            "model: over all chosen weights together."
+        ),
     )
     of: Literal["trained", "frozen"] = Field(
         "trained",
-        description="trained: parts of weights that would be trained, and all else is frozen. frozen: of those that "
-        "are frozen, as under adapters (`*.base_layer`), and all else is trained as it was.",
+        description=(
+            "trained: train parts of the weights that would be trained whole, and freeze everything else. frozen: "
+            "also train parts of frozen weights, such as `*.base_layer` under adapters."
+        ),
     )
     by: Literal["gradient", "weight", "random"] = Field(
         "gradient",
-        description="What is chosen: the largest sums of magnitudes of the gradient, the largest 2-norms of the "
-        "weight, or an even draw, the control.",
+        description=(
+            "gradient: train the parts with the largest sum of absolute gradients. weight: train the parts with the "
+            "largest 2-norm. random: draw the parts with equal probabilities, as a control."
+        ),
     )
-    batches: PositiveInt = Field(1, description="Micro-batches whose gradients are added up for `by: gradient`.")
+    batches: PositiveInt = Field(
+        1,
+        description=(
+            "With 'by: gradient': number of micro-batches whose absolute gradients are summed to choose the parts."
+        ),
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if empty := [kind for kind in given if not getattr(self, kind)]:
-            raise ValueError(f"{empty[0]} is empty: omit it, or give patterns of linears")
+            raise ValueError(
+                f"{empty[0]} must name at least one linear layer, got an empty list: leave the key out, or give "
+                "patterns"
+            )
         if self.coupled and set(given) != {"rows", "columns"}:
-            raise ValueError("coupled needs rows and columns, and no blocks or elements")
+            raise ValueError("'coupled: true' needs both rows and columns, and neither blocks nor elements")
         if self.scope == "model" and given not in (["blocks"], ["elements"]):
-            raise ValueError("scope: model needs only blocks or only elements, all of one size")
+            raise ValueError("'scope: model' ranks parts of one size: give either only blocks or only elements")
         return self
 
     @property

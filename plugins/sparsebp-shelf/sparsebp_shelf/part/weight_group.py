@@ -38,7 +38,8 @@ class DividedWeight:
             for width, what in ((num_outputs, "outputs"), (num_inputs, "inputs")):
                 if width % self.block_size:
                     raise PolicyError(
-                        f"blocks: {self.weight.name!r} has {width} {what}, no multiple of block_size: {self.block_size}"
+                        f"blocks: {self.weight.name!r} has {width} {what}, which must be a multiple of "
+                        f"block_size {self.block_size}"
                     )
         sizes: dict[Kind, int] = {
             "rows": num_outputs,
@@ -87,7 +88,9 @@ class WeightGroup:
             return sum(numbers)
         if len(set(numbers)) > 1:
             widths = ", ".join(f"{n} of {each.weight.name!r}" for n, each in zip(numbers, self.members, strict=True))
-            raise PolicyError(f"coupled parts need the same number of channels, got {widths}")
+            raise PolicyError(
+                f"coupled: the linear layers of a module must have the same number of channels, got {widths}"
+            )
         return numbers[0]
 
     def find_largest(self, keep: float) -> Tensor:
@@ -159,7 +162,8 @@ def group_weights(
         if coupled and len({member.kind for member in group}) == 1:
             other = "columns" if group[0].kind == "rows" else "rows"
             raise PolicyError(
-                f"coupled: {group[0].weight.name!r} needs a linear with {other} in the same module, which has none"
+                f"coupled: {group[0].weight.name!r} needs another linear layer in the same module that {other} "
+                "names, but there is none"
             )
     return [WeightGroup(tuple(group), not whole) for group in members.values()]
 
@@ -182,10 +186,12 @@ def _match(names: Sequence[str], patterns: Mapping[Kind, Sequence[str]]) -> dict
             matched = [name for name in names if fnmatchcase(name, pattern)]
             if not matched:
                 raise PolicyError(
-                    f"{kind}: {pattern!r} matches no linear whose weight can be trained in part"
-                    f"{did_you_mean(pattern, names)}"
+                    f"{kind}: {pattern!r} matches no linear layer whose weight can be trained in "
+                    f"part{did_you_mean(pattern, names)}"
                 )
             for name in matched:
                 if kinds.setdefault(name, kind) != kind:
-                    raise PolicyError(f"{name!r} is in {kinds[name]} and in {kind}: a linear may be in one group only")
+                    raise PolicyError(
+                        f"{name!r} matches both {kinds[name]} and {kind}, but a linear layer may match only one of them"
+                    )
     return kinds

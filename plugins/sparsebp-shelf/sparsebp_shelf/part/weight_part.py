@@ -107,20 +107,20 @@ class WeightPart(ABC):
         size = self.count(num_outputs, num_inputs)
         if self.index_K.dtype != torch.int64 or self.index_K.dim() != 1:
             raise PolicyError(
-                f"{self.word} of a weight: got {self.index_K.dtype} of {self.index_K.dim()} dimensions, allowed: "
-                "int64 of 1 dimension"
+                f"the numbers of {self.word} of a weight must be an int64 tensor of 1 dimension, got "
+                f"{self.index_K.dtype} of {self.index_K.dim()} dimensions"
             )
         if not self.index_K.numel():
-            raise PolicyError(f"{self.word} of a weight: got none, allowed: 1 to {size}")
+            raise PolicyError(f"a policy must choose 1 to {size} {self.word} of a weight, got none")
         if hasattr(self.index_K, "fake_mode"):
             return  # tensors of a forecast have no data, so the numbers are unknown
         sorted_K = self.index_K.sort().values
         least, most = int(sorted_K[0]), int(sorted_K[-1])
         if least < 0 or most >= size:
             number = least if least < 0 else most
-            raise PolicyError(f"{self.word} of a weight: got number {number}, allowed: 0 to {size - 1}")
+            raise PolicyError(f"the numbers of {self.word} of a weight must be from 0 to {size - 1}, got {number}")
         if bool((sorted_K[1:] == sorted_K[:-1]).any()):
-            raise PolicyError(f"{self.word} of a weight: a number occurs twice, allowed: each at most once")
+            raise PolicyError(f"each of the {self.word} of a weight may be chosen only once, but a number occurs twice")
 
 
 @final
@@ -180,7 +180,10 @@ class WeightBlocks(WeightPart):
     def count(self, num_outputs: int, num_inputs: int) -> int:
         for width, what in ((num_outputs, "outputs"), (num_inputs, "inputs")):
             if width % self.size:
-                raise PolicyError(f"blocks of a weight: {width} {what} do not consist of blocks of {self.size}")
+                raise PolicyError(
+                    f"blocks of a weight: the number of {what} must be a multiple of the block size {self.size}, got "
+                    f"{width}"
+                )
         return num_outputs * num_inputs // self.size**2
 
     @override

@@ -55,12 +55,22 @@ class AutoFreeze(Stateful[Parameter], ParameterSelector):
 
     takes_schedules = False
 
-    every: PositiveInt = Field(100, description="Optimizer steps of an interval, after which layers may be frozen.")
+    every: PositiveInt = Field(
+        100, description="Number of optimizer steps in an interval. Layers may be frozen at the end of each interval."
+    )
     percentile: Annotated[float, Field(ge=0.0, le=100.0)] = Field(
-        50.0, description="Layers below this percentile of the changes of all trained layers may be frozen; 0 is dense."
+        50.0,
+        description=(
+            "A layer may be frozen if its gradient norm changed less than this percentile of all trained layers, 0 "
+            "to 100; 0 is dense."
+        ),
     )
     by: Literal["change", "random"] = Field(
-        "change", description="Which layers to freeze: the lowest with small change, or as many at random, the control."
+        "change",
+        description=(
+            "change: freeze the lowest layers, if their gradient norms changed little. random: freeze as many "
+            "layers, but random ones, as a control."
+        ),
     )
 
     @property

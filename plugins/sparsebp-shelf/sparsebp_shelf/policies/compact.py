@@ -37,16 +37,22 @@ class CompAct(InputSaver):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.25, description="Features of the projection over those of the input, in (0, 1]; 1.0 is dense."
+        0.25,
+        description=(
+            "Number of features after the projection, as a fraction of the input's features, in (0, 1]; 1.0 is dense."
+        ),
     )
     entries: Literal["gaussian", "rademacher"] = Field(
-        "gaussian", description="Whether the matrix has entries of the normal distribution, or of +1 and -1."
+        "gaussian",
+        description="Entries of the random projection matrix. gaussian: normally distributed. rademacher: +1 or -1.",
     )
 
     interval: PositiveInt | None = Field(
         None,
-        description="Steps for which a linear's matrix stays, the same in all forwards, as training.optim: compact "
-        "needs it; the paper: 50. null: each forward draws its own.",
+        description=(
+            "Number of steps for which a linear layer keeps its projection matrix. 'training.optim: compact' needs "
+            "this; the paper: 50. null: each forward draws a new matrix."
+        ),
     )
 
     @property

@@ -53,18 +53,28 @@ class CRS(InformedSelector):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        description="Share of the rows or features that is multiplied, in (0, 1]; 1.0 is dense."
+        description="Fraction of the rows or features that is multiplied, in (0, 1]; 1.0 is dense."
     )
     products: Literal["wgrad", "dgrad", "both"] = Field(
         "wgrad",
-        description="Which product is approximated: the gradient of the weight, by rows, of the input, by features, or "
-        "both. Errors of dgrad pass on to the layers below.",
+        description=(
+            "Which product is approximated. wgrad: the gradient of the weight, from some rows. dgrad: the gradient "
+            "of the input, from some features. both: both products. Errors of dgrad pass on to the layers below."
+        ),
     )
     by: Literal["leverage", "uniform"] = Field(
-        "leverage", description="Probabilities in proportion to the product of both norms, or all alike."
+        "leverage",
+        description=(
+            "Probabilities of the draw. leverage: in proportion to the product of the norms of both factors. "
+            "uniform: all equal, as a control."
+        ),
     )
     draw: Literal["fixed", "bernoulli"] = Field(
-        "fixed", description="Whether a fixed number is kept, or each one on its own, so that the number is random."
+        "fixed",
+        description=(
+            "fixed: keep a fixed number of rows or features. bernoulli: decide about each one separately, so that "
+            "the number is random."
+        ),
     )
 
     @property

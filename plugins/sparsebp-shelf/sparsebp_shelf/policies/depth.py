@@ -17,7 +17,9 @@ def group_by_depth(parameters: Sequence[Parameter]) -> tuple[list[str], list[lis
     """
     numbers = sorted({p.layer for p in parameters if p.layer is not None})
     if not numbers:
-        raise PolicyError("no trained parameter is in a layer: nothing can be frozen by depth")
+        raise PolicyError(
+            "the policy freezes transformer layers by depth, but the model trains no parameter of a layer"
+        )
     first = next(place for place, p in enumerate(parameters) if p.layer is not None)
     below = [p.name for p in parameters[:first]]
     layers = [[p.name for p in parameters if p.layer == number] for number in numbers]

@@ -34,7 +34,10 @@ class Dither(GradientSelector):
     )
 
     scale: Annotated[float, Field(ge=0.0)] = Field(
-        2.0, description="Step of the rounding over the standard deviation of the gradient's entries; 0.0 is dense."
+        2.0,
+        description=(
+            "Step of the rounding, as a multiple of the standard deviation of the gradient's entries; 0.0 is dense."
+        ),
     )
 
     @property

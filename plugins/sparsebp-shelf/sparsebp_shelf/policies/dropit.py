@@ -37,12 +37,20 @@ class DropIT(InputSaver):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.2, description="Share of the entries of each input that stay, in (0, 1]; 1.0 is dense."
+        0.2, description="Fraction of the entries of each input that is kept, in (0, 1]; 1.0 is dense."
     )
     within: Literal["input", "example"] = Field(
-        "input", description="Whether the entries are the largest of the whole input, or of each example."
+        "input",
+        description=(
+            "input: keep the largest entries of the whole input. example: keep the largest entries of each example."
+        ),
     )
-    by: Literal["size", "random"] = Field("size", description="The largest entries, or as many at random, unweighted.")
+    by: Literal["size", "random"] = Field(
+        "size",
+        description=(
+            "size: keep the largest entries. random: keep as many random entries, without weights, as a control."
+        ),
+    )
 
     @property
     def exact(self) -> bool:

@@ -44,14 +44,21 @@ class EvolvedPruning(LossAverages, EpochSelector):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.8, description="Share of the examples that an epoch visits, in (0, 1]; 1.0 is dense."
+        0.8, description="Fraction of the examples that an epoch visits, in (0, 1]; 1.0 is dense."
     )
     weighted: bool = Field(
         False,
-        description="Whether the loss of each visited example is multiplied by 1 / probability, which is unbiased.",
+        description=(
+            "Whether the loss of each visited example is multiplied by 1 / probability, which makes the gradient "
+            "unbiased."
+        ),
     )
     by: Literal["losses", "random"] = Field(
-        "losses", description="How examples are drawn: in proportion to their weights, or evenly, the control."
+        "losses",
+        description=(
+            "losses: draw examples in proportion to a weight that follows their losses. random: draw them with "
+            "equal probabilities, as a control."
+        ),
     )
 
     @property

@@ -43,8 +43,10 @@ class EvolvedSampling(LossAverages, KeptExamples):
 
     weighted: bool = Field(
         False,
-        description="Whether the loss of each example is multiplied by 1 / probability, so that the gradient is that "
-        "of the whole batch in the mean.",
+        description=(
+            "Whether the loss of each example is multiplied by 1 / probability. The mean of the gradient is then "
+            "the gradient of the whole batch."
+        ),
     )
 
     @property

@@ -44,16 +44,29 @@ class FreezeOut(ParameterSelector):
     takes_schedules = False
 
     start: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.8, description="Share of the training after which what is below the layers is frozen, in (0, 1)."
+        0.8,
+        description=(
+            "Fraction of the training, in (0, 1), after which the lowest group is frozen: the parameters below all "
+            "layers, such as embeddings."
+        ),
     )
     curve: Literal["linear", "cubic"] = Field(
-        "linear", description="Where the ends lie: evenly from start to 1, or at the cubes of these shares, start too."
+        "linear",
+        description=(
+            "When each layer is frozen. linear: at fractions of the training that are evenly spaced from start to "
+            "1. cubic: at the cubes of these fractions, also for start."
+        ),
     )
     scaled: bool = Field(
-        False, description="Whether a layer's first rate is divided by its share, so that all have moved about as far."
+        False,
+        description=(
+            "Whether each layer's learning rate is divided by the fraction of the training after which the layer is "
+            "frozen. All layers then move about equally far."
+        ),
     )
     order: Literal["depth", "random"] = Field(
-        "depth", description="Which layer has which end: the lowest the first, or at random, the control."
+        "depth",
+        description="depth: freeze lower layers earlier. random: freeze layers in a random order, as a control.",
     )
 
     @property
@@ -117,5 +130,8 @@ class FreezeOut(ParameterSelector):
 
 def _share(step: Step) -> float:
     if step.num_steps is None:
-        raise PolicyError("layers end at fractions of the training: pass its length to attach(..., num_steps=...)")
+        raise PolicyError(
+            "freezeout freezes layers at fractions of the training's steps: pass their number to attach(..., "
+            "num_steps=...)"
+        )
     return step.index / step.num_steps

@@ -63,25 +63,37 @@ class GACT(Stateful[Site], InputSaver):
 
     bits: Literal[1, 2, 4, 8, 32] | Annotated[float, Field(ge=1.0, le=8.0)] = Field(
         4,
-        description="Bits of each saved number: 1, 2, 4, 8, or 32, which saves the input unchanged. With "
-        "adapt_interval: their mean over all numbers, from 1 to 8.",
+        description=(
+            "Number of bits of each saved entry: 1, 2, 4 or 8. 32 saves the input unchanged. With adapt_interval: "
+            "the mean number of bits, from 1 to 8."
+        ),
     )
     adapt_interval: PositiveInt | None = Field(
         None,
-        description="Steps between two rounds of trial passes, which share out the bits: an input has 1, 2, 4 or 8, "
-        "the more, the more its rounding changes the gradient. null: all inputs have the same.",
+        description=(
+            "Number of steps between two measurements that distribute the bits. An input gets more bits (1, 2, 4 or "
+            "8) if its rounding changes the gradient more. null: all inputs get the same number."
+        ),
     )
-    group: Annotated[int, Field(ge=8, multiple_of=8)] = Field(256, description="Entries that share a grid.")
+    group: Annotated[int, Field(ge=8, multiple_of=8)] = Field(
+        256, description="Number of entries that share a rounding grid, a multiple of 8."
+    )
     rounding: Literal["stochastic", "nearest"] = Field(
-        "stochastic", description="Up or down at random, so that the mean is the entry, or to the nearest, with a bias."
+        "stochastic",
+        description=(
+            "stochastic: round up or down at random, without bias. nearest: round to the nearest value of the grid, "
+            "with a bias."
+        ),
     )
 
     @model_validator(mode="after")
     def _can_be_shared_out(self) -> Self:
         if self.adapt_interval is not None and not FEWEST <= self.bits <= MOST:
-            raise ValueError(f"with adapt_interval, bits must be in [{FEWEST}, {MOST}], a mean, got {self.bits:g}")
+            raise ValueError(
+                f"with adapt_interval, bits is a mean and must be in [{FEWEST}, {MOST}], got {self.bits:g}"
+            )
         if self.adapt_interval is None and self.bits != self._same_bits:
-            raise ValueError(f"bits must be 1, 2, 4, 8 or 32 without adapt_interval, got {self.bits:g}")
+            raise ValueError(f"without adapt_interval, bits must be 1, 2, 4, 8 or 32, got {self.bits:g}")
         return self
 
     @property

@@ -59,17 +59,24 @@ class GradES(Stateful[Parameter], ParameterSelector):
     takes_schedules = False
 
     threshold: Annotated[float, Field(ge=0.0)] = Field(
-        description="A matrix is frozen when the sum of the magnitudes of its gradient is below this; 0 is dense."
+        description=(
+            "A weight matrix is frozen when the sum of the absolute entries of its gradient is below this; 0 is dense."
+        )
     )
     relative: bool = Field(
         False,
-        description="Whether the threshold is a share of the matrix's own sum at the first step after the grace.",
+        description=(
+            "Whether threshold is a fraction of the sum that the same matrix had at the first step after grace."
+        ),
     )
     grace: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.5, description="Share of the training's steps at the start in which nothing is frozen, in [0, 1)."
+        0.5, description="Fraction of the training's steps, from the start, during which nothing is frozen, in [0, 1)."
     )
     by: Literal["gradient", "random"] = Field(
-        "gradient", description="Which matrices are frozen: those of small gradient, or as many at random, the control."
+        "gradient",
+        description=(
+            "gradient: freeze matrices with a small gradient. random: freeze as many random matrices, as a control."
+        ),
     )
 
     @property
@@ -107,7 +114,7 @@ class GradES(Stateful[Parameter], ParameterSelector):
 
         names = _matrices(places)
         if not names and not self.exact:
-            raise PolicyError("the model trains no matrix of a layer: grades has nothing to freeze")
+            raise PolicyError("grades freezes weight matrices of transformer layers, but the model trains none")
         start = {f"start/{name}": torch.zeros(()) for name in names}
         small, rank = torch.zeros(len(names), dtype=torch.bool), torch.zeros(len(names))
         return {**start, "small": small, "rank": rank, "begun": 0.0}
@@ -152,7 +159,9 @@ class GradES(Stateful[Parameter], ParameterSelector):
         if self.grace == 0.0:
             return 0
         if step.num_steps is None:
-            raise PolicyError("grace is a fraction of the training: pass its length to attach(..., num_steps=...)")
+            raise PolicyError(
+                "grace is a fraction of the training's steps: pass their number to attach(..., num_steps=...)"
+            )
         return int(self.grace * step.num_steps)
 
 

@@ -58,15 +58,26 @@ class Grass(Stateful[Parameter], ParameterSelector):
         code="Not found.",
     )
 
-    at_once: PositiveInt = Field(2, description="Layers that are trained in one turn.")
-    every: PositiveInt = Field(20, description="Optimizer steps that a turn lasts, and the window of the mean.")
+    at_once: PositiveInt = Field(2, description="Number of layers that are trained in a turn.")
+    every: PositiveInt = Field(
+        20,
+        description=(
+            "Number of optimizer steps of a turn. The gradient norms of a turn are averaged over these steps."
+        ),
+    )
     optimizer_state: Literal["keep", "drop", "cpu"] = Field(
         "cpu",
-        description="What becomes of the optimizer's state of a layer when its turn ends: it stays, is freed, or is in "
-        "the CPU's memory until the layer's next turn.",
+        description=(
+            "What happens to the optimizer state of a layer when its turn ends. keep: nothing. drop: it is freed. "
+            "cpu: it moves to CPU memory until the layer's next turn."
+        ),
     )
     by: Literal["gradient", "random"] = Field(
-        "gradient", description="How layers are drawn: by the norms of their gradients, or evenly, the control."
+        "gradient",
+        description=(
+            "gradient: draw layers in proportion to their mean gradient norms. random: draw layers with equal "
+            "probabilities, as a control."
+        ),
     )
 
     @property

@@ -42,7 +42,11 @@ class Greats(KeptExamples):
     )
 
     validation_batch_size: PositiveInt = Field(
-        4, description="Validation examples, drawn anew for each batch, whose mean gradient examples are compared with."
+        4,
+        description=(
+            "Number of validation examples, drawn anew for each batch. Their mean gradient is compared with the "
+            "training examples' gradients."
+        ),
     )
 
     @property

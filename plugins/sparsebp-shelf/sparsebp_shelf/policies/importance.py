@@ -50,17 +50,25 @@ class Importance(Stateful[object], KeptExamples):
     )
     threshold: Annotated[float, Field(ge=0.0)] | None = Field(
         None,
-        description="Gain, as a factor of the batch, above which examples are drawn by their gradients; 0: always; "
-        "null: where it pays for the forward, 1 + 1 / (3 keep).",
+        description=(
+            "If the gain is above this, examples are drawn by gradient norm. The gain is how many times larger a "
+            "uniform batch of the same variance would be. 0: always. null: 1 + 1 / (3 keep), where the gain pays "
+            "for the extra forward."
+        ),
     )
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.9, description="Share of the gain before in the running mean of it, in [0, 1)."
+        0.9, description="Weight of earlier measurements in the running mean of the gain, in [0, 1)."
     )
-    every: PositiveInt = Field(10, description="Period, in steps, of measuring the gain while examples are uniform.")
+    every: PositiveInt = Field(
+        10, description="Number of steps between two measurements of the gain while examples are drawn uniformly."
+    )
     denominator: Literal["targets", "weights"] = Field(
         "targets",
-        description="What divides the weighted losses: the targets of the whole batch, unbiased; or those of the drawn "
-        "examples, each times its weight, biased and steadier.",
+        description=(
+            "Divisor of the sum of the weighted losses. targets: the number of targets of the whole batch; "
+            "unbiased. weights: the weighted number of targets of the drawn examples; biased, but with less "
+            "variance."
+        ),
     )
 
     @property

@@ -47,15 +47,20 @@ class InfoBatch(EpochSelector):
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.5,
-        description="Share of the examples with a loss below the mean that is visited, in (0, 1]; 1.0 is dense.",
+        description=(
+            "Among the examples whose loss is below the mean: the fraction that an epoch visits, in (0, 1]; 1.0 is "
+            "dense."
+        ),
     )
     end: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.875, description="Share of the training's steps after which every epoch is whole; 0.0 is dense."
+        0.875, description="Fraction of the training's steps after which every epoch visits all examples; 0.0 is dense."
     )
     among: Literal["below_mean", "all"] = Field(
         "below_mean",
-        description="From which examples those left out are drawn. below_mean: from those with a loss below the mean. "
-        "all: as many, from all that were trained on before; the control of below_mean.",
+        description=(
+            "Which examples may be left out. below_mean: those with a loss below the mean. all: all that were "
+            "trained on before; as many are left out, as a control."
+        ),
     )
 
     @property

@@ -25,10 +25,17 @@ class LossAverages(Stateful[int], Policy):
     to beta1 * average + (1 - beta1) * l, then the average to beta2 * average + (1 - beta2) * l."""
 
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.2, description="Share of the average of the losses before in an example's weight, in [0, 1); 0: the loss."
+        0.2,
+        description=(
+            "Weight of an example's average of earlier losses, in [0, 1), when examples are drawn. Its current loss "
+            "has the rest. 0: only the current loss."
+        ),
     )
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.9, description="Share of the average before in the next one, in [0, 1)."
+        0.9,
+        description=(
+            "Weight of the old average, in [0, 1), when a loss is added to an example's average. The loss has the rest."
+        ),
     )
 
     @property

@@ -48,13 +48,22 @@ class MeProp(InformedSelector):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        description="k as a share of a linear's output features, in (0, 1]; 1.0 is dense. The paper: 0.06, unified 0.1."
+        description=(
+            "Fraction of a linear layer's output features that is kept, in (0, 1]; 1.0 is dense. The paper: 0.06, "
+            "and 0.1 with unified."
+        )
     )
     unified: bool = Field(
-        False, description="The same features for all rows, those of largest sum of magnitudes over the batch."
+        False,
+        description=(
+            "Whether all rows keep the same features: those with the largest sum of magnitudes over the batch."
+        ),
     )
     by: Literal["magnitude", "random"] = Field(
-        "magnitude", description="What is kept: the largest, or as many drawn uniformly, the control."
+        "magnitude",
+        description=(
+            "magnitude: keep the largest entries or features. random: keep as many random ones, as a control."
+        ),
     )
 
     @property

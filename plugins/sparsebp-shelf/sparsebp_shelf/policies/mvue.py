@@ -53,21 +53,28 @@ class MVUE(InformedSelector):
         code="A README alone; a later torch form, in S-STE's repository, BSD-3, is biased where one entry dominates.",
     )
 
-    kept: PositiveInt = Field(2, description="N: how many of each group are kept.")
-    group: PositiveInt = Field(4, description="M: how many neighbours are a group.")
+    kept: PositiveInt = Field(2, description="N of N:M sparsity: the number of entries that each group keeps.")
+    group: PositiveInt = Field(4, description="M of N:M sparsity: the number of neighbouring entries in a group.")
     products: Literal["wgrad", "dgrad", "both"] = Field(
         "wgrad",
-        description="Which product is approximated: the gradient of the weight, in groups of rows, of the input, in "
-        "groups of features, or both. Errors of dgrad pass on to the layers below.",
+        description=(
+            "Which product is approximated. wgrad: the gradient of the weight, in groups of rows. dgrad: the "
+            "gradient of the input, in groups of features. both: both products. Errors of dgrad pass on to the "
+            "layers below."
+        ),
     )
     by: Literal["magnitude", "random"] = Field(
-        "magnitude", description="Probabilities by the magnitudes, or all alike, the control."
+        "magnitude",
+        description=(
+            "Probabilities of the draw. magnitude: in proportion to the magnitudes of the entries. random: all "
+            "equal, as a control."
+        ),
     )
 
     @model_validator(mode="after")
     def _is_a_part(self) -> Self:
         if self.kept > self.group:
-            raise ValueError(f"kept must be at most group, got {self.kept} of {self.group}")
+            raise ValueError(f"kept must be at most group, got kept {self.kept} and group {self.group}")
         return self
 
     @property

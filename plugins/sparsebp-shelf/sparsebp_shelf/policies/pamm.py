@@ -37,12 +37,18 @@ class PAMM(InputSaver):
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1 / 128,
-        description="Representatives over the rows of an input, in (0, 1]; 1.0 is dense. The paper: 1/128 to 1/512.",
+        description=(
+            "Number of representative rows, as a fraction of the rows of an input, in (0, 1]; 1.0 is dense. The "
+            "paper: 1/128 to 1/512."
+        ),
     )
     epsilon: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
         None,
-        description="Leaves out rows whose distance to their projection is more than this share of their length, and "
-        "multiplies the others by the number of all rows over theirs. null leaves out none.",
+        description=(
+            "Leave out rows whose distance to their projection is more than this fraction of their length. The "
+            "other rows are multiplied by the number of all rows divided by the number of the others. null: leave "
+            "out none."
+        ),
     )
 
     @property

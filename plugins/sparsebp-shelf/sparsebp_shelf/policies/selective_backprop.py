@@ -50,13 +50,18 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
     )
 
     scale_factor: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="Share of the positions, from the first, that the forward for the losses reads, in (0, 1]."
+        1.0,
+        description=(
+            "Fraction of the token positions, from the first, that the forward for the losses reads, in (0, 1]."
+        ),
     )
 
     history: NonNegativeInt = Field(
         0,
-        description="Losses, the last ones that were read, among which an example's is ranked; 0: those of its batch. "
-        "The paper: 1024.",
+        description=(
+            "Number of most recent losses among which the loss of an example is ranked; the paper: 1024. 0: rank it "
+            "among the losses of its batch."
+        ),
     )
 
     @property

@@ -34,10 +34,14 @@ class Sketch(InputSaver):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.2, description="Rows of the projection over those of the input, in (0, 1]; 1.0 is dense."
+        0.2,
+        description=(
+            "Number of rows after the projection, as a fraction of the input's rows, in (0, 1]; 1.0 is dense."
+        ),
     )
     entries: Literal["rademacher", "gaussian"] = Field(
-        "rademacher", description="Whether the matrix has entries of +1 and -1, or of the normal distribution."
+        "rademacher",
+        description="Entries of the random projection matrix. rademacher: +1 or -1. gaussian: normally distributed.",
     )
 
     @property

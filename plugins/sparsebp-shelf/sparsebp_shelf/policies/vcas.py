@@ -66,14 +66,30 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
     )
 
     tolerance: Annotated[float, Field(ge=0.0)] = Field(
-        0.025, description="Of the examples' draw: variance added, over that between batches. 0: all examples stay."
+        0.025,
+        description=(
+            "Variance that the draw of examples may add, as a fraction of the variance between batches. 0: keep all "
+            "examples."
+        ),
     )
     row_tolerance: Annotated[float, Field(ge=0.0)] = Field(
-        0.025, description="Of the rows' draw at each linear: the same. 0: all rows stay."
+        0.025,
+        description=(
+            "Variance that the draw of rows may add at each linear layer, as a fraction of the variance between "
+            "batches. 0: keep all rows."
+        ),
     )
-    every: PositiveInt = Field(100, description="Steps between two rounds of control.")
-    batches: Annotated[int, Field(ge=2)] = Field(2, description="Micro-batches that a round of control measures.")
-    by: Literal["norm", "uniform"] = Field("norm", description="Probabilities by the norms, or all alike, the control.")
+    every: PositiveInt = Field(
+        100,
+        description=(
+            "Number of steps between two rounds of trial passes, which measure the variance and adapt how much is kept."
+        ),
+    )
+    batches: Annotated[int, Field(ge=2)] = Field(2, description="Number of micro-batches in a round of trial passes.")
+    by: Literal["norm", "uniform"] = Field(
+        "norm",
+        description="Probabilities of the draw. norm: in proportion to the norms. uniform: all equal, as a control.",
+    )
 
     @property
     def exact(self) -> bool:

@@ -39,11 +39,14 @@ class VeLoRA(Stateful[Site], InputSaver):
         code="roymiles/VeLoRA; not read.",
     )
 
-    group: PositiveInt = Field(32, description="Features of a group, about; 1 is dense.")
+    group: PositiveInt = Field(32, description="Approximate number of features in a group; 1 is dense.")
     by: Literal["first", "mean", "random"] = Field(
         "first",
-        description="The direction. first: the mean of the groups of the linear's first batch, which stays, in one "
-        "process; mean: that of each input's own groups; random: drawn for each input, the control.",
+        description=(
+            "The direction of the projection. first: the mean of the groups in a linear layer's first batch; it "
+            "stays fixed, and training needs a single process. mean: the mean of each input's own groups. random: "
+            "drawn for each input, as a control."
+        ),
     )
 
     @property

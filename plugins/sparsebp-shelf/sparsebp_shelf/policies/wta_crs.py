@@ -40,15 +40,21 @@ class WTACRS(InputSaver):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.3, description="Share of the rows of each input that stay, in (0, 1]; 1.0 is dense."
+        0.3, description="Fraction of the rows of each input that is kept, in (0, 1]; 1.0 is dense."
     )
     by: Literal["norm", "uniform"] = Field(
-        "norm", description="Probabilities in proportion to the norms of the input's rows, or all alike."
+        "norm",
+        description=(
+            "Probabilities of the draw. norm: in proportion to the norms of the input's rows. uniform: all equal, "
+            "as a control."
+        ),
     )
     draw: Literal["fixed", "published"] = Field(
         "fixed",
-        description="Different rows by inclusion probabilities, or the paper's: winners, and the rest with "
-        "replacement.",
+        description=(
+            "fixed: draw each row at most once. published: as in the paper, keep the rows of largest norm and draw "
+            "from the others with replacement."
+        ),
     )
 
     @property

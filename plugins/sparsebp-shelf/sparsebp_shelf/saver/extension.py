@@ -90,7 +90,7 @@ class InputSaving(SavesInputs, TrialExtension):
         if isinstance(given.optimizer, ReadsProjections):
             if policy.form is not SavedProjection or policy.draws_for is None:
                 raise UnsupportedError(
-                    f"{type(given.optimizer).__name__} keeps moments in the projection of an input saver: give a "
+                    f"the optimizer {type(given.optimizer).__name__} keeps moments of projected gradients: use a "
                     "policy that projects features, and set its option interval"
                 )
             given.optimizer.read_projections(self.projection_of)
@@ -149,7 +149,7 @@ class InputSaving(SavesInputs, TrialExtension):
             before = self._projections.setdefault(weight, (saved.forget(), input_dim))[0]
             if before.seed != saved.seed:
                 raise UnsupportedError(
-                    "linears that share an input must run in the same order in each forward of a step"
+                    "linear layers that read the same input must run in the same order in each forward of a step"
                 )
 
     def projection_of(self, weight: Tensor) -> tuple[SavedProjection, int] | None:
@@ -189,8 +189,8 @@ class InputSaving(SavesInputs, TrialExtension):
         if saved is not None and (type(saved) is not policy.form or saved.shape != tuple(x_ND.shape)):
             expected = "None" if policy.form is None else policy.form.__name__
             raise PolicyError(
-                f"{type(policy).__name__} saves {type(saved).__name__} of {saved.shape} at {site.name!r}, expected "
-                f"{expected} of {tuple(x_ND.shape)}"
+                f"{type(policy).__name__} must save {expected} of shape {tuple(x_ND.shape)} at {site.name!r}, "
+                f"got {type(saved).__name__} of shape {saved.shape}"
             )
         if not step.draw and not is_in_backward():
             whole = x_ND.numel() * x_ND.element_size()

@@ -27,14 +27,19 @@ class InputSaver(Policy):
 
     where: list[str] | None = Field(
         None,
-        description="Linears whose inputs the policy saves in less memory: globs over names, such as *.mlp.*. Other "
-        "linears save their whole input. null: all.",
+        description=(
+            "Linear layers whose inputs the policy saves in less memory: globs over names, such as *.mlp.*. Other "
+            "linear layers save their whole input. null: all."
+        ),
         min_length=1,
     )
     layers: list[int] | None = Field(
         None,
-        description="Layers in which the policy saves inputs in less memory, from 0, or from the end as -1; an "
-        "encoder's layers come before a decoder's. Other layers save whole inputs. null: all.",
+        description=(
+            "Numbers of the transformer layers in which the policy saves inputs in less memory, from 0, or from the "
+            "end as -1. Layers of an encoder are counted before those of the decoder. Other layers save whole "
+            "inputs. null: all."
+        ),
     )
 
     @property

@@ -61,7 +61,10 @@ class RoutingExtension(EngineExtension):
         policy = self.policy.at(step)
         kept = policy.count(layer, step)
         if not 1 <= kept <= length:
-            raise PolicyError(f"{type(policy).__name__} counts {kept} positions, allowed: 1 to {length}")
+            raise PolicyError(
+                f"the number of positions that {type(policy).__name__} sends through a layer must be from 1 to "
+                f"{length}, got {kept}"
+            )
         self._shares[number] = kept / length
         self.engine.notes["routing"] = (
             f"at step {step.index} {min(self._shares.values()):.0%} of the positions or more go through each layer, "
@@ -76,6 +79,7 @@ class RoutingExtension(EngineExtension):
         )
         if not good:
             raise PolicyError(
-                f"{type(policy).__name__} must route ({num_examples}, {kept}) ascending positions below {length}, int64"
+                f"{type(policy).__name__} must return positions as int64 of shape ({num_examples}, {kept}), in "
+                f"ascending order and below {length}"
             )
         return index_BK

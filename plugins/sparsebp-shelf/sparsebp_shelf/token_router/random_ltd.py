@@ -46,13 +46,17 @@ class RandomLTD(TokenRouter):
     takes_schedules: ClassVar[bool] = False
 
     min_tokens: Annotated[int, Field(ge=1)] = Field(
-        128, description="Positions of each example that go through a layer at the first step."
+        128, description="Number of positions of each example that go through a layer at the first step."
     )
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Positions that go through in the end, at least min_tokens. null: all."
+        None,
+        description=(
+            "Number of positions of each example that go through a layer in the end, at least min_tokens. null: all "
+            "positions."
+        ),
     )
     increase_step: Annotated[int, Field(ge=1)] = Field(
-        16, description="The number is rounded down to a multiple of this, but not below min_tokens."
+        16, description="The number of positions is rounded down to a multiple of this, but not below min_tokens."
     )
     over: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0, description="Fraction of the training, in (0, 1], after which max_tokens positions go through each layer."
