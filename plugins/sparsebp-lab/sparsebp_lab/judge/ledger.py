@@ -244,7 +244,10 @@ class Ledger:
         try:
             lock.acquire()
         except Timeout:
-            raise RunBusyError(f"another judge works at this question; its lock is {lock.lock_file}") from None
+            raise RunBusyError(
+                f"another judge command is working on this question and holds the lock {lock.lock_file}; wait until "
+                "it ends"
+            ) from None
         try:
             yield
         finally:
@@ -275,12 +278,12 @@ class Ledger:
                 found = json.loads(line)
                 entry, digest = found["entry"], found["digest"]
                 if digest != _digest(entry, book.last_digest):
-                    raise ValueError("its digest does not match the lines up to here")
+                    raise ValueError("the line's digest does not match the lines before it")
                 book.add(entry)
             except (ValueError, LookupError, TypeError) as error:
                 raise UsageError(
-                    f"{self.file}:{number}: the ledger was changed or damaged ({error}); put it back from a copy, or "
-                    "begin another store with SPARSEBP_HOME"
+                    f"{self.file}:{number}: the ledger was changed or damaged ({error}); restore the file from a "
+                    "copy, or set SPARSEBP_HOME to a new folder"
                 ) from None
             book.digests.append(digest)
             size += len(line)
@@ -294,13 +297,13 @@ class Ledger:
             if len(book.digests) < mark.lines:
                 has = f"has {len(book.digests)} lines" if self.file.exists() else "is missing"
             elif book.digests[mark.lines - 1] != mark.digest:
-                has = f"has another line {mark.lines}"
+                has = f"has a different line {mark.lines}"
             else:
                 continue
             raise UsageError(
-                f"{self.file} {has}, but {source} needs one with {mark.lines} lines and {mark.questions} questions, "
-                f"digest {mark.digest[:12]}: put the whole ledger back from a copy, or begin another store with "
-                "SPARSEBP_HOME"
+                f"{self.file} {has}, but {source} needs a ledger with {mark.lines} lines, {mark.questions} "
+                f"questions and digest {mark.digest[:12]}; restore the whole ledger from a copy, or set "
+                "SPARSEBP_HOME to a new folder"
             )
 
     def _note(self, book: Book) -> None:
@@ -317,7 +320,9 @@ def _find_marks(folder: Path) -> Iterator[tuple[str, LedgerMark]]:
             facts = read_json(file, LARGEST_ARTIFACT)["ledger"]
             yield str(file), LedgerMark(questions=facts["asked"], lines=facts["lines"], digest=facts["digest"])
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UsageError(f"{file}: the answer was changed or damaged ({error}); put it back from a copy") from None
+            raise UsageError(
+                f"{file}: the answer was changed or damaged ({error}); restore the file from a copy"
+            ) from None
     for file in sorted((folder / "scripts").glob("*/process.json")):
         with suppress(OSError, ValueError, LookupError, TypeError):
             yield str(file), LedgerMark.model_validate(read_json(file, LARGEST_SMALL)["ledger"])

@@ -53,7 +53,7 @@ class Proposal(ABC):
         """Raise UsageError if both sides are the same."""
         if self.candidate.digest == self.baseline.digest:
             raise UsageError(
-                f"candidate {self.candidate.name} and baseline {self.baseline.name} are the same: change one"
+                f"candidate {self.candidate.name} and baseline {self.baseline.name} are identical: change one of them"
             )
 
     @property
@@ -110,7 +110,10 @@ class RecipeProposal(Proposal):
         """Raise UsageError if both sides are one recipe, or differ in their validation."""
         self.check_alike()
         if different := [*_find_different(self.candidate.recipe, self.baseline.recipe)]:
-            raise UsageError(f"candidate and baseline are validated differently: make {', '.join(different)} the same")
+            raise UsageError(
+                f"candidate and baseline must be validated in the same way: make {', '.join(different)} the same in "
+                "both"
+            )
 
     @cached_property
     def metric(self) -> Metric:

@@ -49,7 +49,10 @@ class RecipeArms:
         try:
             steps = find_steps(self._loaded, rehearsals, self.store)
         except UsageError as error:
-            raise UsageError(f"at an equal cost: {error}; --equal steps gives each its own steps") from None
+            raise UsageError(
+                f"candidate and baseline cannot train at equal cost: {error}; with --equal steps, each trains its "
+                "own number of steps"
+            ) from None
         variant, flops = self._loaded.variants[SIDES.index(side)], find_flops(self._loaded, rehearsals, self.store)
         recipe = with_test(lengthen(variant, steps[SIDES.index(side)], flops), asked=test)
         return self._maker.make("report", side, "", recipe, [seed])[0]

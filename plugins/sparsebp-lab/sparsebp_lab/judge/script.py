@@ -31,7 +31,7 @@ class ScriptRepository:
             raise UsageError("--script needs git, which is not installed here")
         found = Repository.find(folder.resolve())
         if found is None:
-            raise UsageError(f"--script judges commits of a git repository; {folder} is in none")
+            raise UsageError(f"--script compares commits of a git repository, but {folder} is in none")
         prefix = folder.resolve().relative_to(found.folder).as_posix()
         return cls(found, "" if prefix == "." else f"{prefix}/")
 
@@ -44,12 +44,14 @@ class ScriptRepository:
         """Return the commit of a branch, tag or commit; raise UsageError for another word."""
         if commit := self.repository.find_commit(ref):
             return commit
-        raise UsageError(f"{self.root} has no commit {ref!r}{did_you_mean(ref, self.repository.list_references())}")
+        raise UsageError(
+            f"{self.root} has no branch, tag or commit {ref!r}{did_you_mean(ref, self.repository.list_references())}"
+        )
 
     def find_tree(self, commit: str) -> str:
         """Return the digest of all files of a commit. Raises UsageError if a checkout would lack some of them."""
         if missing := self.repository.find_missing(commit):
-            raise UsageError(f"commit {commit[:12]} has {missing}, which a judge does not check out")
+            raise UsageError(f"commit {commit[:12]} has {missing}, which judge does not check out")
         if tree := self.repository.find_tree(commit):
             return tree
         raise UsageError(f"git could not read commit {commit[:12]} of {self.root}")
@@ -77,7 +79,7 @@ class Script:
         try:
             words = shlex.split(self.command)
         except ValueError as error:
-            raise UsageError(f"--script: {error} in {self.command!r}") from None
+            raise UsageError(f"--script: cannot split the command into words ({error}): {self.command!r}") from None
         if not any(SEED in word for word in words):
             raise UsageError(f"--script must contain {SEED} in place of the seed: 'python train.py --seed {SEED}'")
 

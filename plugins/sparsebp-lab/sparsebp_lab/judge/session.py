@@ -69,7 +69,7 @@ class JudgeSession:
         for key, value in terms.items():
             if (was := found.asked.get(key)) != value:  # version 0.5 stored no worst case
                 was = "none" if was is None else was
-                raise UsageError(f"this question was first asked with --{key} {was}: give the same value")
+                raise UsageError(f"this question was first asked with --{key} {was}: give the same value as then")
         return found
 
     def run(self) -> LedgerQuestion:
@@ -102,12 +102,15 @@ class JudgeSession:
             )
         data = self.proposal.data
         if data is None:
-            raise UsageError("--final needs a test split: set dataset.test_fraction or dataset.test_split in both")
+            raise UsageError(
+                "--final needs a test split: set dataset.test_fraction or dataset.test_split in both recipes"
+            )
         self._write("opened", data=data, pairs=TEST_PAIRS)  # before any run reads it, so that a kill cannot hide it
         first = self.book.opened[data]
         if first["question"] != self.proposal.digest:
             raise UsageError(
-                f"question {first['question']} has used the test split of these data: only one question may use it"
+                f"question {first['question']} has already used the test split of these data, and only one "
+                "question may use it"
             )
         for number in range(len(question.looks.get("test", [])) + 1, TEST_PAIRS + 1):
             if self.is_stopped:
@@ -162,7 +165,8 @@ class JudgeSession:
         value = self.arms.read(trial, metric)
         if value is None:
             raise RunFailedError(
-                f"run {self.arms.find_run(trial)} has no {metric or self.proposal.metric.name} after its last step"
+                f"run {self.arms.find_run(trial)} has no value of {metric or self.proposal.metric.name} after "
+                "its last step"
             )
         return value
 
@@ -173,8 +177,8 @@ class JudgeSession:
         effect = run_spread if self.terms.effect is None else self.terms.effect
         if not effect:
             raise UsageError(
-                "the runs of the baseline do not differ from seed to seed, so the smallest gain to find is not known:"
-                " give --effect"
+                "the baseline's runs have the same value with every seed, so judge cannot choose the smallest "
+                "gain to find: give --effect"
             )
         spread = book.find_squares(baseline).find_spread(run_spread) or effect
         values = {"effect": effect, "run_spread": run_spread, "pair_spread": spread, "margin": self.terms.margin}

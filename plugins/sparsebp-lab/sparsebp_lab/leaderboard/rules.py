@@ -25,16 +25,16 @@ ARCHIVE = ".tar.gz"  # ending of the archive beside a study
 class SeedsRule(Section):
     """How many seeds there are."""
 
-    tune: PositiveInt = Field(description="Seeds with which each combination is tuned.")
-    report: PositiveInt = Field(description="Seeds of the runs that are compared.")
+    tune: PositiveInt = Field(description="Number of seeds with which each combination of values is tuned.")
+    report: PositiveInt = Field(description="Number of seeds with which each arm is trained for the comparison.")
 
 
 class TaskRule(Section):
     """Data about a task beside its study."""
 
-    data: str = Field("", description="Digest of its examples, as every event log has it; empty: not known yet.")
+    data: str = Field("", description="Digest of the task's examples, as event logs contain it; empty: not known yet.")
     flops: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="What each run may spend; null: not known yet."
+        None, description="FLOPs that each run may spend; null: not known yet."
     )
 
 
@@ -42,12 +42,16 @@ class Rules(Section):
     """The rules of a version."""
 
     version: Literal[1] = Field(description="Version of the leaderboard.")
-    seeds: SeedsRule = Field(description="How many seeds there are.")
-    controls: list[Name] = Field(description="Arms that are no methods; every study of a task has the task's.")
-    may_change: Annotated[list[str], Field(min_length=1)] = Field(
-        description="Keys of a recipe, and all below them, that make a method."
+    seeds: SeedsRule = Field(description="Numbers of seeds for tuning and for the comparison.")
+    controls: list[Name] = Field(
+        description=(
+            "Names of arms that are controls, not methods. A submitted study must contain the controls of its task."
+        )
     )
-    tasks: dict[Name, TaskRule] = Field(description="Task to what is known of it.")
+    may_change: Annotated[list[str], Field(min_length=1)] = Field(
+        description="Keys of a recipe that a method may change, each with all keys below it."
+    )
+    tasks: dict[Name, TaskRule] = Field(description="Map from the name of a task to what is known about the task.")
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ class BoardRules:
         """Return the file of a task's study. Raise UsageError if there is no such task."""
         known = [*self.rules.tasks]
         if name not in known:
-            raise UsageError(f"no task {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}")
+            raise UsageError(
+                f"the leaderboard has no task {name!r}; its tasks are {', '.join(known)}{did_you_mean(name, known)}"
+            )
         return self.folder / f"{name}.yaml"
 
 
@@ -72,4 +78,6 @@ def load_board(place: Path | None = None) -> BoardRules:
     try:
         return BoardRules(folder, Rules.model_validate(yaml.safe_load(read_bounded(file, LARGEST_SMALL))))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{file} has no valid rules of the leaderboard: {' '.join(str(error).split())}") from None
+        raise UsageError(
+            f"{file} does not contain valid rules of the leaderboard: {' '.join(str(error).split())}"
+        ) from None

@@ -25,14 +25,30 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]  # no
 class About(Section):
     """The content of ``submission.yaml``."""
 
-    task: Name = Field(description="The task whose study it is.")
-    methods: Annotated[list[Name], Field(min_length=1)] = Field(description="The arms that are submitted.")
-    authors: Annotated[list[Text], Field(min_length=1)] = Field(description="Who submits it.")
-    licence: Text = Field(description="Licence of package, study and archive, by its SPDX name.")
-    cites: Text = Field(description="The publication of the method, or where it is described: a line with a link.")
-    package: str | None = Field(None, description="Name of the package with the policies; null: those that ship.")
-    study: FileName = Field("study.yaml", description="The study, a file of the folder.")
-    archive: FileName = Field("study.tar.gz", description="The archive of all of its trials, a file of the folder.")
+    task: Name = Field(description="The leaderboard task to which the submitted study belongs.")
+    methods: Annotated[list[Name], Field(min_length=1)] = Field(
+        description="Names of the study's arms that are submitted as methods."
+    )
+    authors: Annotated[list[Text], Field(min_length=1)] = Field(
+        description="Names of the people or groups who submit the study."
+    )
+    licence: Text = Field(description="Licence of package, study and archive, as an SPDX name such as Apache-2.0.")
+    cites: Text = Field(description="Publication or description of the method, in one line with a link.")
+    package: str | None = Field(
+        None,
+        description=(
+            "Name of the package that contains the policies; null: all policies come from SparseBP's own packages."
+        ),
+    )
+    study: FileName = Field(
+        "study.yaml", description="Name of the study's file, in the same folder as submission.yaml."
+    )
+    archive: FileName = Field(
+        "study.tar.gz",
+        description=(
+            "Name of the archive that contains all trials of the study, in the same folder as submission.yaml."
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,9 @@ def read_submission(folder: Path) -> Submission:
     file = folder / FILE
     tree = read_document(read_text(file), str(file))
     if tree is None:
-        raise RecipeError(f"empty: it needs at least {', '.join(_required())}", file=str(file), line=1, column=1)
+        raise RecipeError(
+            (f"the file is empty, but it needs at least {', '.join(_required())}"), file=str(file), line=1, column=1
+        )
     data = tree.plain
     if not isinstance(data, dict):  # do not print the value: it may be a secret
         raise tree.place.error(f"a submission must be a mapping, got {describe_kind(data)}")

@@ -49,8 +49,9 @@ def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -
     for variant in loaded.variants:
         if variant.recipe.schedule is not None and budget.same != "tokens":
             raise UsageError(
-                f"arm {variant.arm}: the steps of its schedule differ in cost, and a rehearsal of {REHEARSED_STEPS} "
-                "steps does not measure each phase; use budget: {same: steps}, or tokens"
+                f"arm {variant.arm}: the steps of its schedule differ in cost, which a rehearsal of "
+                f"{REHEARSED_STEPS} steps does not measure; use 'budget: {{same: steps}}' or 'budget: "
+                "{same: tokens}'"
             )
     found: dict[int, list[StudyTrial]] = {}
     payer = next((at for at, variant in enumerate(loaded.variants) if variant.arm == budget.as_arm), None)
@@ -171,12 +172,12 @@ def share_budget(
     if payer is None:
         pays, each = f"{amount:g} {price.noun}", f"{price.amount:.3g} {price.noun}"
     else:
-        pays, each = f"{steps} steps of {budget.as_arm}", f"{price.amount / payer.amount:.2f}"
+        pays, each = f"{steps} steps of {budget.as_arm}", f"{price.amount / payer.amount:.2f} steps of {budget.as_arm}"
         pays = pays if part == 1.0 else f"{part:g} of {pays}"
     key = "budget.steps" if payer is not None else "budget.seconds" if budget.tokens is None else "budget.tokens"
     raise UsageError(
-        f"arm {variant.arm}: {pays} buy only {found} of its steps, at {each} each; a budget needs at least "
-        f"{FEWEST_STEPS} steps: raise {key}"
+        f"arm {variant.arm}: {pays} pay for only {found} of its steps, each of which costs {each}; a budget must "
+        f"pay for at least {FEWEST_STEPS} steps: raise {key}"
     )
 
 
@@ -187,8 +188,8 @@ def _measure(variant: ArmVariant, trial: StudyTrial, store: TrialStore, budget: 
     price, lacks = read_price(run, budget)
     if price is None:
         raise UsageError(
-            f"arm {variant.arm}: its rehearsal {run.run_id} has {lacks}, so its cost is not known; "
-            "use budget: {same: steps}"
+            f"arm {variant.arm}: its rehearsal {run.run_id} has {lacks}, so the cost of a step is unknown; use "
+            "'budget: {same: steps}'"
         )
     return price
 

@@ -118,7 +118,9 @@ def load_study(file: Path, *, scaled: bool = False) -> LoadedStudy:
     ``scale``. Raise RecipeError with ``file:line:column: key:`` for the first error."""
     tree = read_document(read_text(file), str(file))
     if tree is None:
-        raise Place(str(file), 1, 1).error("empty: a study needs at least version, study, base, arms and seeds")
+        raise Place(str(file), 1, 1).error(
+            "the file is empty, but a study needs at least the keys version, study, base, arms and seeds"
+        )
     if not isinstance(tree.content, dict):
         raise tree.place.error(f"a study must be a mapping, got {describe_kind(tree.plain)}")
     study = _check(tree)
@@ -144,7 +146,9 @@ def read_arms(file: Path) -> list[str]:
     Raise RecipeError for a file that is no study."""
     tree = read_document(read_text(file), str(file))
     if tree is None:
-        raise Place(str(file), 1, 1).error("empty: a study needs at least version, study, base, arms and seeds")
+        raise Place(str(file), 1, 1).error(
+            "the file is empty, but a study needs at least the keys version, study, base, arms and seeds"
+        )
     return [*_check(tree).arms]
 
 
@@ -289,7 +293,9 @@ def _make_variants(content: Mapping[str, Node], base: Node) -> Iterator[ArmVaria
     arms = content["arms"].content
     assert isinstance(arms, dict)
     if (count := math.prod(len(choice) for choice in choices) * len(arms)) > MOST_VARIANTS:
-        raise content["vary"].place.error(f"{count} arms and combinations, at most {MOST_VARIANTS} are allowed", "vary")
+        raise content["vary"].place.error(
+            (f"the study has {count} combinations of arms and values, at most {MOST_VARIANTS} are allowed"), "vary"
+        )
     for arm, changes in arms.items():
         changed = _change(base, changes)
         for combination in itertools.product(*choices):
@@ -333,7 +339,10 @@ def _make_variant(arm: str, changed: Node, combination: Sequence[Choice], conten
         tree = replace(tree, content={**tree.content, "name": Node(arm, arms[arm].key_place or arms[arm].place)})
         placed = check_recipe(tree)
         if placed.recipe.training.num_train_epochs is not None:
-            raise placed.error(("training", "num_train_epochs"), "a study needs training.max_steps")
+            raise placed.error(
+                ("training", "num_train_epochs"),
+                ("a study needs training.max_steps instead of training.num_train_epochs"),
+            )
     except RecipeError as error:
         raise _locate(error, arm, content, [key for key, _ in combination]) from None
     return ArmVariant(arm, tuple((key, node.plain) for key, node in combination), placed)

@@ -59,7 +59,9 @@ def move(loaded: LoadedStudy, target: str) -> LoadedStudy:
     try:
         section = PlaceSection(target=target)
     except ValidationError:
-        raise UsageError(f"--target must be a kind or a name of targets.yaml, got {shorten(target)!r}") from None
+        raise UsageError(
+            f"--target must be a kind of target or a name in targets.yaml, got {shorten(target)!r}"
+        ) from None
     moved = loaded.study.model_copy(update={"where": [section]})
     base = next(iter(loaded.firsts.values())).recipe.target
     place = _make_place(section, base)
@@ -89,8 +91,8 @@ def _make_place(entry: str | PlaceSection, base: TargetSection) -> TrialPlace:
     section = named_target_section(name)
     if _processes(section) != _processes(base):
         raise UsageError(
-            f"{name} trains with {_processes(section)} processes, the base with {_processes(base)}; the number "
-            "changes the batch size, so all places need the same number"
+            f"target {name} trains with {_processes(section)} processes, but the base recipe with "
+            f"{_processes(base)}; the number changes the batch size, so all targets must have the same number"
         )
     return TrialPlace(name, section, slots)
 

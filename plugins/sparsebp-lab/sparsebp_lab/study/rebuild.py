@@ -68,8 +68,8 @@ def rebuild(loaded: LoadedStudy, archive: Path) -> Rebuilt:
     name = loaded.study.study
     if loaded.study.search.is_sampled:
         raise UsageError(
-            f"{name}: the choices of a {loaded.study.search.kind} search depend on when its trials ended: SparseBP can "
-            "derive choices again only for grid and halving"
+            f"{name}: the choices of a {loaded.study.search.kind} search depend on when its trials ended; "
+            "SparseBP can repeat the choices only of grid and halving"
         )
     record = find_archived(name, archive)
     maker = TrialMaker(name, loaded.folders, record.generation)

@@ -115,7 +115,10 @@ def find_archived(name: str, archive: Path) -> StudyRecord:
     """Return the list of a study in the folder of an unpacked archive; raise UsageError if it has none."""
     record = StudyRecord.load(name, archive) if name == Path(name).name else None
     if record is None:
-        raise UsageError(f"the archive has no list of study {name}: `sparsebp archive @{name} --to FILE` writes one")
+        raise UsageError(
+            f"the archive does not contain the study {name}: `sparsebp archive @{name} --to FILE` writes an archive "
+            "that does"
+        )
     return record
 
 

@@ -27,26 +27,46 @@ class BudgetSection(BaseModel):
     )
 
     same: Literal["steps", "cost", "time", "tokens"] = Field(
-        description="What all arms get the same amount of: steps; cost, the FLOPs of steps with the update; time "
-        "of steps; or input tokens, padding included. A rehearsal of each arm measures cost, time and tokens of a step."
+        description=(
+            "Quantity of which all arms get the same amount. steps: optimizer steps. cost: FLOPs of forward, "
+            "backward and update. time: seconds of steps. tokens: input tokens, padding included. For cost, time "
+            "and tokens, SparseBP first measures a step of each arm in a short rehearsal."
+        )
     )
     as_arm: str | None = Field(
-        None, alias="as", description="For cost, time and tokens: the arm whose steps are the budget of all."
+        None,
+        alias="as",
+        description=(
+            "For 'same: cost', 'same: time' and 'same: tokens': name of the arm whose training sets the budget of "
+            "all arms."
+        ),
     )
     steps: Annotated[int, Field(ge=FEWEST_STEPS)] | None = Field(
-        None, description="Optimizer steps; with `as`, those of that arm. null: those of the base."
+        None,
+        description=(
+            "Number of optimizer steps of every arm; with `as`, only of the arm that `as` names. null: "
+            "training.max_steps of the base."
+        ),
     )
     seconds: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="For same: time, instead of `as`: seconds of steps of each arm. Alone it implies same: time.",
+        description=(
+            "For 'same: time', instead of `as`: seconds that each arm may spend in steps. If `same` is missing, it "
+            "is time."
+        ),
     )
     tokens: PositiveInt | None = Field(
-        None, description="For same: tokens, instead of `as`: input tokens that each arm has."
+        None,
+        description=(
+            "For 'same: tokens', instead of `as`: number of input tokens that each arm gets, padding included."
+        ),
     )
     part: dict[Name, Annotated[float, Field(gt=0.0, le=1.0)]] = Field(
         default_factory=dict,
-        description="For cost, time and tokens: arm to its fraction of the budget, such as {lossless: 0.5}, to test "
-        "whether it is as good for less. The other arms get the whole budget.",
+        description=(
+            "For 'same: cost', 'same: time' and 'same: tokens': map from an arm to its fraction of the budget, such "
+            "as {lossless: 0.5}. It tests whether the arm is as good with less. The other arms get the whole budget."
+        ),
     )
 
     @model_validator(mode="before")
@@ -57,21 +77,30 @@ class BudgetSection(BaseModel):
     @model_validator(mode="after")
     def _belongs(self) -> Self:
         if self.same == "steps" and self.as_arm is not None:
-            raise ValueError("as needs same: cost, time or tokens; with same: steps every arm trains the same number")
+            raise ValueError(
+                "the key as needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every arm "
+                "trains the same number of steps"
+            )
         for name, same in (("seconds", "time"), ("tokens", "tokens")):
             if getattr(self, name) is not None and self.same != same:
-                raise ValueError(f"{name} goes with same: {same}, got same: {self.same}")
+                raise ValueError(f"{name} needs 'same: {same}', got 'same: {self.same}'")
         if self.same == "cost" and self.as_arm is None:
-            raise ValueError("same: cost needs as: ARM, the arm whose steps the others pay for")
+            raise ValueError("'same: cost' needs 'as: ARM', where ARM is the arm whose cost every other arm may spend")
         if self.same in {"time", "tokens"} and (self.as_arm is None) is (self.amount is None):
             amount = "seconds: N" if self.same == "time" else "tokens: N"
             raise ValueError(
-                f"same: {self.same} needs {amount}, or as: ARM, the arm whose steps set the amount; not both"
+                f"'same: {self.same}' needs either '{amount}' or 'as: ARM', where ARM is the arm whose steps set "
+                "the amount"
             )
         if self.amount is not None and self.steps is not None:
-            raise ValueError("steps belong to the arm under `as`; leave them out with seconds or tokens")
+            raise ValueError(
+                "steps are the steps of the arm that `as` names: leave steps out if you give seconds or tokens"
+            )
         if self.part and self.same == "steps":
-            raise ValueError("part needs same: cost, time or tokens; with same: steps every arm trains the same number")
+            raise ValueError(
+                "part needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every arm trains the "
+                "same number of steps"
+            )
         return self
 
     @property
@@ -104,9 +133,14 @@ class SeedsSection(Section):
 
     tune: Seeds = Field(
         default_factory=lambda: [0, 1, 2],
-        description="Seeds of tuning: 0, [0, 1] or 0-2. With fewer than three, statements hold for the chosen values.",
+        description=(
+            "Seeds for tuning, such as 0, [0, 1] or 0-2. With fewer than three seeds, statements hold only for the "
+            "chosen values."
+        ),
     )
-    report: Seeds = Field(description="Seeds of the runs that are compared: three or more allow statements.")
+    report: Seeds = Field(
+        description="Seeds of the runs that are compared, such as 3-7. Statements need three seeds or more."
+    )
 
     @field_validator("tune", "report")
     @classmethod
@@ -121,22 +155,31 @@ class SearchSection(Section):
 
     kind: Literal["grid", "halving", "tpe", "random"] = Field(
         "grid",
-        description="grid: train every combination. halving: train every combination for some steps, then continue the "
-        "best. tpe: Optuna proposes each from earlier results. random: draw each at random, the control of tpe.",
+        description=(
+            "grid: train every combination. halving: train every combination for some steps, then continue the "
+            "best. tpe: Optuna proposes each combination from earlier results. random: draw each combination at "
+            "random, as a control for tpe."
+        ),
     )
     trials: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="For tpe and random: combinations of each arm."
+        None, description="For tpe and random: number of combinations that each arm tries."
     )
     reduction: Annotated[int, Field(ge=2)] = Field(
         3,
-        description="For halving: one of this many combinations continues after one of this many parts of the steps.",
+        description=(
+            "For halving: the ratio N. After one N-th of the steps, the best N-th of the combinations continues."
+        ),
     )
     extend: CountFromZero = Field(
         4,
-        description="For grid: how many values to add at most at an end of a list of numbers, while an arm's best is "
-        "there.",
+        description=(
+            "For grid: if the best value of an arm is the first or last of a list of numbers, the study extends the "
+            "list there. At most this many values are added at each end."
+        ),
     )
-    seed: CountFromZero = Field(0, description="For tpe and random: the seed of what is proposed.")
+    seed: CountFromZero = Field(
+        0, description="For tpe and random: seed of the search, which proposes the combinations."
+    )
 
     @property
     def is_sampled(self) -> bool:
@@ -146,9 +189,13 @@ class SearchSection(Section):
     @model_validator(mode="after")
     def _has_trials(self) -> Self:
         if self.is_sampled and self.trials is None:
-            raise ValueError(f"kind: {self.kind} needs trials: N, the combinations of each arm")
+            raise ValueError(
+                f"'kind: {self.kind}' needs 'trials: N', where N is the number of combinations that each arm tries"
+            )
         if not self.is_sampled and self.trials is not None:
-            raise ValueError(f"trials needs kind: tpe or random; {self.kind} trains every combination")
+            raise ValueError(
+                f"trials needs 'kind: tpe' or 'kind: random'; 'kind: {self.kind}' trains every combination"
+            )
         return self
 
 
@@ -159,29 +206,46 @@ class RangeSection(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
     )
 
-    start: int | float = Field(alias="from", description="The least. Two whole numbers make a range of whole numbers.")
-    to: int | float = Field(description="The largest, included.")
-    by: Literal["linear", "log"] = Field("linear", description="log: equal factors are equally likely.")
+    start: int | float = Field(
+        alias="from",
+        description=(
+            "Smallest value of the range, included. If both ends are whole numbers, the search proposes only whole "
+            "numbers."
+        ),
+    )
+    to: int | float = Field(description="Largest value of the range, included.")
+    by: Literal["linear", "log"] = Field(
+        "linear", description="linear: equal differences are equally likely. log: equal factors are equally likely."
+    )
 
 
 class PlaceSection(Section):
     """A place where trials run."""
 
-    target: Name = Field(description="A kind, or a name from targets.yaml: `sparsebp targets` lists them.")
-    max_parallel: PositiveInt = Field(1, description="Trials at once there.")
+    target: Name = Field(description="A kind of target, or a name in targets.yaml. `sparsebp targets` lists both.")
+    max_parallel: PositiveInt = Field(1, description="Number of trials that run on this target at once.")
 
 
 class ClaimSection(Section):
     """A number from the publication, to compare with the measured one."""
 
-    arm: Name = Field(description="The arm that it is about.")
+    arm: Name = Field(description="The arm to which the published number belongs.")
     metric: str = Field(
-        description="A logged metric. The value is for eval/ and test/ that after the last step, for memory/ the "
-        "largest, for time/ the median after warm-up, for others the mean over steps."
+        description=(
+            "Name of a logged metric. For eval/ and test/, SparseBP reads the value after the last step, for "
+            "memory/ the largest, for time/ the median after warm-up. For other metrics, it reads the mean over "
+            "steps."
+        )
     )
-    value: float = Field(description="The number, in the metric's unit: a share and not percent.")
+    value: float = Field(
+        description="The published number, in the metric's unit. Write percentages as fractions, such as 0.4."
+    )
     of: Name | None = Field(
-        None, description="Divide the value of `arm` by that of this arm: 0.56 of dense. null: the value itself."
+        None,
+        description=(
+            "For a relative number, such as 0.56 times the memory of dense: the arm by whose value the value of "
+            "`arm` is divided. null: the number is not relative."
+        ),
     )
     where: Annotated[str, Field(min_length=1)] = Field(
         description="Where the paper gives the number, such as `table 2`."
@@ -192,9 +256,14 @@ class PaperSection(Section):
     """The publication whose setting the study reproduces."""
 
     title: Annotated[str, Field(min_length=1)] = Field(description="Authors, title and year, in one line.")
-    link: Annotated[str, Field(pattern=r"^https://")] = Field(description="Where it can be read.")
+    link: Annotated[str, Field(pattern=r"^https://")] = Field(
+        description="Link to the publication; it begins with https://."
+    )
     claimed: list[ClaimSection] = Field(
-        default_factory=list, description="Its numbers for these arms; compare shows them beside the measured ones."
+        default_factory=list,
+        description=(
+            "Numbers that the publication gives for these arms. compare shows them beside the measured numbers."
+        ),
     )
 
 
@@ -203,16 +272,26 @@ class ScaleSection(Section):
 
     base: dict[str, object] = Field(
         default_factory=dict,
-        description="Changes of the base: sections as in a recipe. A dataset with a name takes the place of the whole.",
+        description=(
+            "Changes of the base, as sections of a recipe. A dataset with a name replaces the whole section dataset "
+            "of the base."
+        ),
     )
     arms: dict[Name, dict[str, object]] = Field(
-        default_factory=dict, description="Further changes of arms, which lie over those of the arm."
+        default_factory=dict,
+        description=(
+            "Map from an arm to further changes. They are applied after the changes that the study gives for this arm."
+        ),
     )
     vary: dict[str, Annotated[list[Value], Field(min_length=1)] | RangeSection] = Field(
-        default_factory=dict, description="Other values of varied keys."
+        default_factory=dict, description="Map from a varied key to other values for it."
     )
-    budget: BudgetSection | None = Field(None, description="Another budget; null: that of the study.")
-    seeds: SeedsSection | None = Field(None, description="Other seeds; null: those of the study.")
+    budget: BudgetSection | None = Field(
+        None, description="Another budget for the small study; null: the study's own budget."
+    )
+    seeds: SeedsSection | None = Field(
+        None, description="Other seeds for the small study; null: the study's own seeds."
+    )
 
 
 def _refuse_other_ones(value: object) -> object:
@@ -229,33 +308,57 @@ class Study(Section):
     )
     study: Name = Field(description="Name of the study: letters, digits, dot, dash, underscore.")
     base: Annotated[str, Field(min_length=1)] | dict[str, object] = Field(
-        description="The recipe under every arm: a file, relative to this one, or its sections themselves."
+        description=(
+            "The recipe that every arm changes: the path of a file, relative to this study's file, or the recipe's "
+            "sections themselves."
+        )
     )
     arms: Annotated[dict[Name, dict[str, object]], Field(min_length=1)] = Field(
-        description="Arm to its changes of the base: sections as in a recipe, or dotted keys. {} changes nothing."
+        description=(
+            "Map from the name of an arm to its changes of the base: sections of a recipe, or dotted keys. {} "
+            "changes nothing."
+        )
     )
     vary: dict[str, Annotated[list[Value], Field(min_length=1)] | RangeSection] = Field(
         default_factory=dict,
-        description="Dotted key to its values, or to {from: 1e-4, to: 1e-2, by: log} where the search proposes them. "
-        "Each arm has its own; the best combination by the validation metric is reported.",
+        description=(
+            "Map from a dotted key to its values. If a search proposes the values, give a range: {from: 1e-4, to: "
+            "1e-2, by: log}. Each arm is tuned separately. Its best combination by the validation metric is "
+            "reported."
+        ),
     )
     shares: dict[Name, Name] = Field(
         default_factory=dict,
-        description="Arm to the arm whose combination it takes, as both have the same gradient: lossless: dense.",
+        description=(
+            "Map from an arm to another arm whose best combination it uses, because both have the same gradient: "
+            "{lossless: dense}."
+        ),
     )
-    search: SearchSection = Field(default_factory=SearchSection, description="How the combinations are tried.")
-    budget: BudgetSection | None = Field(None, description="What all arms may spend; null: what each recipe says.")
+    search: SearchSection = Field(
+        default_factory=SearchSection, description="How the combinations of the varied values are tried."
+    )
+    budget: BudgetSection | None = Field(
+        None, description="The budget that all arms get; null: each arm trains as its recipe says."
+    )
     controls: Literal["none", "auto"] = Field(
         "none",
-        description="auto: also dense with fewer steps and with a smaller batch at the cost of each arm, and random at "
-        "its budget, where compare finds none.",
+        description=(
+            "auto: train the control runs that compare reports as missing. For each arm these are dense with fewer "
+            "steps or a smaller batch at the same cost, and a random choice with the same budget. none: train no "
+            "controls."
+        ),
     )
-    seeds: SeedsSection = Field(description="Seeds of tuning and of the report.")
+    seeds: SeedsSection = Field(description="Seeds for tuning, and seeds for the comparison.")
     where: Annotated[list[Literal["local"] | PlaceSection], Field(min_length=1)] | None = Field(
         None,
-        description="Places that share the trials: local, {target: NAME, max_parallel: 8}. null: the base's target.",
+        description=(
+            "Targets among which the trials are divided, such as [local, {target: NAME, max_parallel: 8}]. null: "
+            "the base's target."
+        ),
     )
-    paper: PaperSection | None = Field(None, description="The publication whose setting this is, and its numbers.")
+    paper: PaperSection | None = Field(
+        None, description="The publication whose setting this study repeats, and the numbers that it gives."
+    )
     scale: ScaleSection | None = Field(
         None, description="The same study at a size that fits a small machine, for `study --scaled`."
     )

@@ -157,7 +157,7 @@ def _import_optuna() -> ModuleType:
         optuna = import_module("optuna")
     except ImportError as error:
         raise UsageError(
-            f"search.kind: tpe and random need the package optuna ({error}): pip install 'sparsebp[search]'"
+            f"search.kind tpe and random need the package optuna ({error}): pip install 'sparsebp[search]'"
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

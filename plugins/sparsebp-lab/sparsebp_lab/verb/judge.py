@@ -14,7 +14,7 @@ import typer
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_recipe
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import RECIPE_HELP, Changes, Format
+from sparsebp_cli.cli.option import Changes, Format
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UsageError
 from sparsebp_lab.answer.judge_record import Judgement
@@ -29,15 +29,27 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 STOPPING = "stopping the running trials; run the same command again to continue; press Ctrl-C again to end them at once"
-AGAINST = RECIPE_HELP.rstrip(".") + "; with --script a branch, tag or commit."
-CANDIDATE = "A recipe, or a policy for the baseline's recipe (default: that recipe with --set). With --script a commit."
-SCRIPT = "Judge your own command at two commits: 'python train.py --seed {seed}', which logs to MLflow."
-METRIC = "With --script: the metric that decides, and its better direction: val_loss:lower."
-BUDGET = "Budget for all runs of this question: time (30m, 2h), or FLOPs (3e15)."
-EFFECT = "The smallest gain to find, in the metric's unit. Default: one standard deviation between runs."
+AGAINST = "The baseline: a recipe file (YAML) or the name of a recipe. With --script: a branch, tag or commit."
+CANDIDATE = (
+    "A recipe, or a policy to put into the baseline's recipe. Default: the baseline's recipe with --set. With "
+    "--script: a commit."
+)
+SCRIPT = (
+    "Compare two commits of your own training command, such as 'python train.py --seed {seed}', which must log to "
+    "MLflow."
+)
+METRIC = "With --script: the metric that decides, and whether lower or higher is better, such as val_loss:lower."
+BUDGET = "Budget for all runs of this question together: a time (30m, 2h), or a number of FLOPs (3e15)."
+EFFECT = "The smallest gain to find, in the metric's unit. Default: one standard deviation between the baseline's runs."
 MARGIN = "Train until the candidate is shown better, worse, or equal within this margin: eval/loss=0.01."
-WORST = "A seed that loses this much rules out better; in the metric's unit. Default: 20 standard deviations."
-FINAL = "Evaluate a kept candidate on the test split, once for these data, with fresh seeds."
+WORST = (
+    "If the candidate loses this much with one seed, judge cannot find it better. In the metric's unit. Default: 20 "
+    "standard deviations."
+)
+FINAL = (
+    "Evaluate on the test split, with fresh seeds, a candidate that judge found better. Only one question may use a "
+    "test split."
+)
 
 
 class Equal(StrEnum):
@@ -68,7 +80,10 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     worst: Annotated[float | None, typer.Option(metavar="NUMBER", help=WORST)] = None,
     equal: Annotated[
         Equal | None,
-        typer.Option(metavar="flops|steps", help="Train both sides with equal FLOPs (default) or with equal steps."),
+        typer.Option(
+            metavar="flops|steps",
+            help="flops: train both with equal FLOPs (default). steps: train each as its recipe says.",
+        ),
     ] = None,
     final: Annotated[bool, typer.Option("--final", help=FINAL)] = False,
     output: Format = Output.TABLE,
@@ -82,12 +97,12 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     arms: Arms[Any]
     if script is None:
         if metric is not None:
-            raise UsageError("--metric is for --script; a recipe has measure.metric")
+            raise UsageError("--metric works only with --script; for recipes, set measure.metric in the recipe")
         arms = _read(candidate, Path(against), changes or [], both or [], equal or Equal.FLOPS)
     else:
         refused = {"--set": changes, "--both": both, "--equal": equal, "--final": final}
         if given := [name for name, value in refused.items() if value]:
-            raise UsageError(f"{given[0]} is for recipes; a script is changed by its commit")
+            raise UsageError(f"{given[0]} works only with recipes; with --script, commit your change of the script")
         arms = _read_script(candidate, against, script, metric)
     if final == (budget is not None):
         raise UsageError("judge needs either --budget, or --final, which trains a fixed number of pairs")
@@ -95,7 +110,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     if budget is not None:
         terms = _make_terms(budget, effect, _read_margin(margin, arms.proposal), worst)
         if script is not None and terms.budget.unit == "flops":
-            raise UsageError(f"--budget of a script must be a time (90s, 30m, 2h, 1d), got {budget!r}")
+            raise UsageError(f"with --script, --budget must be a time (90s, 30m, 2h, 1d), got {budget!r}")
     answer = _judge(arms, terms)
     tell(Judgement.model_validate(answer.to_facts()), output, lambda _: _print(answer))
     if answer.is_stopped:
@@ -126,7 +141,7 @@ def _read_margin(text: str | None, proposal: Proposal) -> float | None:
         return None
     name, margin = parse_margin(text)
     if name not in {None, proposal.metric.name}:
-        raise UsageError(f"--margin must name the metric that decides, {proposal.metric.name}, got {name}")
+        raise UsageError(f"--margin must name {proposal.metric.name}, the metric that decides, got {name}")
     return margin
 
 

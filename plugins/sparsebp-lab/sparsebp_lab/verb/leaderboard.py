@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 WHAT = "A folder with submission.yaml, or the name of a task."
-AGAIN = "If no rule is broken, also train this many random trials again, and compare them."
+AGAIN = (
+    "If the submission breaks no rule, also train this many of its trials again, drawn at random, and compare the "
+    "results."
+)
 RULES = "Folder with rules.yaml and the tasks' studies (default: the included ones)."
 
 
@@ -57,7 +60,7 @@ def leaderboard(
     board = load_board(rules)
     if action is None:
         if again:
-            raise UsageError("--rerun goes with check FOLDER")
+            raise UsageError("--rerun needs 'check FOLDER', where FOLDER contains a submission")
         tell(_describe(board), output, _print_rules)
         return
     if what is None:

@@ -34,7 +34,7 @@ LOOK_SHARE = 0.02  # fraction of the time that looks may take: each reads hundre
 FILE = "The study (YAML), or its name in `sparsebp recipes`."
 SCALED = "Run a smaller version of the study, as its key `scale` describes."
 TARGET = "Train everything on this target of `sparsebp targets`, instead of the study's key `where`."
-FROM = "Train nothing; check the choice of values of this archived study."
+FROM = "Train nothing. Choose the values again from the trials in this archive, and compare the choice with the report."
 STOPPING = (
     "stopping: running trials end with a checkpoint; the same command continues them; Ctrl-C again ends them at once"
 )
@@ -48,7 +48,7 @@ def study(
     scaled: Annotated[bool, typer.Option("--scaled", help=SCALED)] = False,
     target: Annotated[str | None, typer.Option(metavar="NAME", help=TARGET)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be trained, and start nothing.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Train everything again, finished trials too.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Train all trials again, also the finished ones.")] = False,
     archive: Annotated[Path | None, typer.Option("--from", metavar="ARCHIVE", help=FROM)] = None,
     output: Format = Output.TABLE,
 ) -> None:

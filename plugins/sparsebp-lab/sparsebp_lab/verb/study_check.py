@@ -24,7 +24,7 @@ def check_study(file: Path, changes: list[str], look: Look) -> Iterator[CheckedS
 
     if changes:
         what = f"{file} is a study: edit the file; --scaled runs a small version of it"
-        raise UsageError(f"--set works with recipes, and {what}")
+        raise UsageError(f"--set works only with recipes, but {what}")
     whole = load_study(file)
     yield _check(whole, file, look)
     if whole.study.scale is not None:

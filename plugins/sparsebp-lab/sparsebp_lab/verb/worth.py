@@ -39,7 +39,10 @@ def worth(
         bool,
         typer.Option(
             "--all",
-            help="Also estimate every other installed policy that applies, with defaults (and keep: 0.5 if required).",
+            help=(
+                "Also estimate all other installed policies that fit the recipe, with default options. A policy "
+                "that requires keep gets 0.5."
+            ),
         ),
     ] = False,
     changes: Changes = None,

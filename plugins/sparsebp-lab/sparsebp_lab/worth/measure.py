@@ -30,7 +30,10 @@ def measure(training: Training, *, all_policies: bool, report: Report, pairs: in
     batches at each point."""
     recipe = training.plan.recipe
     if recipe.backward.update == "eager":
-        raise UsageError("backward.update: eager has the gradients of deferred: give --set backward.update=deferred")
+        raise UsageError(
+            "this estimate does not support 'backward.update: eager', whose gradients are the same as with "
+            "deferred: add --set backward.update=deferred"
+        )
     candidates, left_out = find_candidates(recipe, all_policies=all_policies)
     last = min(MOST_STEPS, recipe.training.max_steps)
     steps = sorted({max(1, round(last * point)) for point in POINTS})

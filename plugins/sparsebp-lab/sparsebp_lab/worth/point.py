@@ -93,8 +93,8 @@ class GradientPoint:
         least = ROUNDING * min(_total(norm, "plain") for norm in self._norms)
         if min(_total(between, "plain") for between in self._between) <= least:
             raise DataError(
-                "two batches have the same gradient, so there is no noise between batches to measure by: the training "
-                f"set has {len(training.order.examples)} examples"
+                "the noise between batches cannot be measured, because two batches have the same gradient; the "
+                f"training set has {len(training.order.examples)} examples"
             )
 
     def measure(self, candidate: Candidate, *, is_last: bool) -> None:
@@ -262,7 +262,10 @@ def _refuse_other_shapes(dense: Gradients, gradients: Gradients) -> None:
     for name, gradient in gradients.items():
         theirs = dense[name]
         if gradient is not None and theirs is not None and gradient.shape != theirs.shape:
-            raise SparseBPError(f"trains parts of {name}: without a gradient of the whole it cannot be measured")
+            raise SparseBPError(
+                f"the policy trains only parts of {name}, so its error relative to the whole gradient cannot be "
+                "measured"
+            )
 
 
 def _total(squares: Squares, metric: str) -> float:
