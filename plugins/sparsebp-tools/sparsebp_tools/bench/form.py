@@ -62,11 +62,11 @@ def find_forms(
     found, options = find_policy(name), dict(options or {})
     assert found.policy_class is not None
     if "keep" in options:
-        raise UsageError("the bench varies keep: give the fractions by --keep")
+        raise UsageError("bench times several values of keep: give them with --keep, not with --set")
     if found.kind == EdgeRouter.__name__:
         return _router_forms(found, sites, keeps, options)
     if not issubclass(found.policy_class, GradientSelector):
-        raise UsageError(f"{name!r} is a {found.kind}, which the bench cannot time")
+        raise UsageError(f"bench cannot time policies of the kind {found.kind}, such as {name!r}")
     sites = sites or SITES[:1]
     has_keep = "keep" in found.policy_class.model_fields
     if keeps and not has_keep:
@@ -88,7 +88,10 @@ def find_forms(
                         BenchForm(site=site, label=label, options=options | values, execution=execution, keeps=valid)
                     )
     if not forms:
-        raise UsageError(f"{name!r} cannot run at {', '.join(sites)} with fewer multiplications than dense")
+        raise UsageError(
+            f"{name!r} cannot run at {', '.join(sites)} with fewer multiplications than dense, so there is nothing "
+            "to time"
+        )
     return tuple(forms)
 
 
@@ -140,7 +143,9 @@ def _variants(
             yield variant, made[0].selection
     if not num_yielded:  # no form is possible: raise the error that a recipe would get
         make_policy(found.name, **options, **({} if keeps[0] is None else {"keep": keeps[0]}))
-        raise PolicyError(f"policy {found.name!r}: no form fits the options {options}")
+        raise PolicyError(
+            f"policy {found.name!r} cannot be made with the options {options} and any of its other options"
+        )
 
 
 def _selections(

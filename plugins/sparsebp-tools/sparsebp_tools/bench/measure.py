@@ -73,7 +73,7 @@ def build_subject(request: Request) -> Subject:
     """Build the model and a batch of random tokens on their device; the tokens do not affect times."""
     disable_progress_bar()
     if request.device == "cuda" and not torch.cuda.is_available():
-        raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
+        raise DataError("target.device is cuda, but torch finds no CUDA device here; use auto or cpu")
     device = "cuda" if request.device != "cpu" and torch.cuda.is_available() else "cpu"
     set_seed(request.seed)
     tokenizer = build_tokenizer(request.model)

@@ -127,7 +127,9 @@ def _container(plan: Plan) -> ContainerOptions:
 
 def _only(plans: Sequence[Plan], form: str) -> Plan:
     if len(plans) != 1:
-        raise UsageError(f"--format {form} is one run a file, got {len(plans)}; give one recipe and one seed")
+        raise UsageError(
+            f"--format {form} writes one run per file, got {len(plans)} runs; give one recipe and one seed"
+        )
     return plans[0]
 
 

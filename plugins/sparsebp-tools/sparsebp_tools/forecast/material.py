@@ -67,7 +67,7 @@ def gather_material(recipe: Recipe, policies: Sequence[Policy]) -> Material:
     """Read the config, and the data if they and the tokenizer are on this machine. Raise DataError if the config is
     missing, and UnsupportedError for policies that compare with a reference model."""
     if any(isinstance(policy, ReferenceReader) and policy.reads_reference for policy in policies):
-        raise UnsupportedError("a policy with a reference model cannot be forecast")
+        raise UnsupportedError("--memory cannot forecast a policy that uses a reference model")
     _require_config(recipe)
     tokenizer = _find_tokenizer(recipe)
     size = VOCABULARY if tokenizer is None else len(tokenizer)

@@ -33,7 +33,7 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
     process_bytes = 0 if request.gpu else psutil.Process().memory_info().rss
     recipe = request.plan.recipe
     if not has_own_worker(recipe):
-        raise UnsupportedError("target.worker: a custom worker cannot be forecast")
+        raise UnsupportedError("--memory cannot forecast a custom target.worker")
     policies = [policy for phase in make_phases(recipe) for policy in phase.policies]
     report("reads config and data", 0, 0)
     material = set_aside(gather_material(recipe, policies), recipe)
@@ -105,7 +105,7 @@ def _rehearse(run: Callable[[], StepForecast]) -> StepForecast:
             raise
         text = f"{type(error).__name__}: {first_line(error)}"
         raise UnsupportedError(
-            f"this step cannot be forecast without data ({text}); run it with max_steps=2"
+            f"--memory cannot forecast this step without data ({text}); train two steps instead, with max_steps=2"
         ) from error
 
 

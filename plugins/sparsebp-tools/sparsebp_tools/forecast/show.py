@@ -120,7 +120,7 @@ def _read_rate(rate: str | None, device: Accelerator | None, plan: Plan) -> tupl
     except ValueError:
         return _measure_rate(rate)
     if not 0.0 < given < 1e6:
-        raise UsageError(f"--rate: must be TFLOP/s above 0, or a run, got {rate!r}")
+        raise UsageError(f"--rate must be a number of TFLOP/s above 0, or a run, got {rate!r}")
     return given * 1e12, "given"
 
 
@@ -130,7 +130,7 @@ def _measure_rate(word: str) -> tuple[float, str]:
 
     folders = find_run(word)
     if len(folders) != 1:
-        raise UsageError(f"--rate: must be TFLOP/s or one run, got {word!r}")
+        raise UsageError(f"--rate must be a number of TFLOP/s, or one run, got {word!r}")
     history = History.load(folders[0].path)
     seconds = {step: value for step, value in history.series(metric.STEP_SECONDS.name).items() if step > WARMUP}
     flops = history.series(metric.STEP_FLOPS.name)

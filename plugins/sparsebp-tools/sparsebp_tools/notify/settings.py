@@ -26,12 +26,12 @@ class Notice(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     on: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        USUAL, description="Events; a name that no verb has yet is allowed."
+        USUAL, description="Names of the events to send. A name that no command uses yet is allowed."
     )
     command: tuple[str, ...] = Field(
-        min_length=1, description="A program with its arguments; it gets the event as JSON on standard input."
+        min_length=1, description="A program with its arguments. It gets the event as JSON on standard input."
     )
-    timeout_seconds: float = Field(10.0, gt=0.0, le=300.0, description="Time for the command.")
+    timeout_seconds: float = Field(10.0, gt=0.0, le=300.0, description="Seconds after which the program is ended.")
 
 
 class Settings(BaseModel):

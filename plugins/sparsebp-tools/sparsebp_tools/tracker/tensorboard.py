@@ -48,7 +48,7 @@ class TensorBoardSession:
         self._file.touch()
         with self._file.open("r+b") as file:
             if file.seek(0, os.SEEK_END) < self._position:
-                raise TrackingError(f"{self._file} was cut or removed; it is written again")
+                raise TrackingError(f"{self._file} was truncated or removed, and will be written again")
             file.seek(self._position)
             there = file.read(len(part))
             if not part.startswith(there):  # of another journal

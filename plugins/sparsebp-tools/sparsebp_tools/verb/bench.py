@@ -25,7 +25,9 @@ WHAT, HOW, FILE = "What is measured", "How", "Result"
 def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
     policy: Annotated[
         str,
-        typer.Argument(metavar="POLICY", help="A name that `sparsebp policies` lists.", autocompletion=complete_policy),
+        typer.Argument(
+            metavar="POLICY", help="Name of a policy that `sparsebp policies` lists.", autocompletion=complete_policy
+        ),
     ],
     recipe: Annotated[
         Path | None,
@@ -39,7 +41,9 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Use this model, named as in a recipe (default: austen-llama).", rich_help_panel=WHAT
+            metavar="NAME",
+            help="Use this model: an installed name, hub id or folder, as in a recipe (default: austen-llama).",
+            rich_help_panel=WHAT,
         ),
     ] = None,
     options: Annotated[
@@ -47,7 +51,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option(
             "--set",
             metavar="OPTION=VALUE",
-            help="Set an option of the policy: within=example. Can be repeated.",
+            help="Set an option of the policy, such as within=example. Can be repeated.",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -63,24 +67,35 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Where the policy acts: linears, nodes (default: where it is fast).",
+            help=(
+                "Where the policy acts: linears, nodes, or linears,nodes (default: where the policy can be faster "
+                "than dense)."
+            ),
             rich_help_panel=WHAT,
         ),
     ] = None,
     rounds: Annotated[
         int,
         typer.Option(
-            min=1, metavar="N", help="Number of rounds; each round times every form once.", rich_help_panel=HOW
+            min=1,
+            metavar="N",
+            help="Number of rounds. Each round times each measured setting once.",
+            rich_help_panel=HOW,
         ),
     ] = 9,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Examples per pass (default: the recipe's, or 16).", rich_help_panel=HOW),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Examples in a pass (default: the recipe's batch size, or 16).",
+            rich_help_panel=HOW,
+        ),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            min=8, metavar="N", help="Tokens per example (default: the recipe's, or 128).", rich_help_panel=HOW
+            min=8, metavar="N", help="Tokens in an example (default: the recipe's length, or 128).", rich_help_panel=HOW
         ),
     ] = None,
     output: Annotated[

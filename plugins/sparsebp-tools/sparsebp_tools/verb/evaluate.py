@@ -29,7 +29,10 @@ def evaluate(
         ),
     ],
     lm_eval: Annotated[
-        str, typer.Option("--lm-eval", metavar="TASK,...", help="Tasks that lm-evaluation-harness ships, by name.")
+        str,
+        typer.Option(
+            "--lm-eval", metavar="TASK,...", help="Names of tasks of lm-evaluation-harness, separated by commas."
+        ),
     ],
     limit: Annotated[
         int | None,
@@ -45,7 +48,7 @@ def evaluate(
     run, folder = _find(source)
     names = [name.strip() for name in lm_eval.split(",") if name.strip()]
     if not names:
-        raise UsageError(f"--lm-eval needs the name of a task, got {lm_eval!r}")
+        raise UsageError(f"--lm-eval needs the name of at least one task, got {lm_eval!r}")
     request = {"folder": str(folder), "tasks": names, "limit": limit}
     found = measure_apart("sparsebp_tools.harness", json.dumps(request | {"batch_size": batch_size, "device": device}))
     kept, lost = _keep(run, found) if run is not None and limit is None else ([], None)
@@ -90,12 +93,16 @@ def _find(source: str) -> tuple[RunFolder | None, Path]:
         except RunNotFoundError:
             if not folder.is_dir():
                 raise
-            raise UsageError(f"{source} is neither a run nor a model's folder: it has no config.json") from None
+            raise UsageError(
+                f"{source} is neither a run nor the folder of a model, because it has no config.json"
+            ) from None
         if run.state() is not State.FINISHED:
             raise UsageError(f"run {run.run_id} is {run.state()}: it has no model until it finishes")
         folder = run.path / "model"
     if (folder / "adapter_config.json").is_file():
-        raise UsageError(f"{folder} has only adapters: merge them into their model, and evaluate that folder")
+        raise UsageError(
+            f"{folder} has only adapters: merge them into their base model, and evaluate the folder of the merged model"
+        )
     return run, folder.absolute()
 
 

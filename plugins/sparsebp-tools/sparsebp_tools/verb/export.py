@@ -37,12 +37,12 @@ def export(
             "--target",
             "-t",
             metavar="TARGET",
-            help="Use the options of this target, by kind or name of `sparsebp targets`.",
+            help="Use the options of this target: a kind or a name that `sparsebp targets` lists.",
             autocompletion=complete_target,
         ),
     ] = None,
     max_parallel: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many runs of a Slurm array train at once.")
+        int, typer.Option(min=1, metavar="N", help="Number of runs of a Slurm array that train at once.")
     ] = 1,
     output: Format = Output.TABLE,
 ) -> None:

@@ -24,7 +24,9 @@ def complete_fetched(incomplete: str) -> list[tuple[str, str]]:
 def fetch(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="Name of a model or dataset.", autocompletion=complete_fetched),
+        typer.Argument(
+            metavar="NAME...", help="Name of the model or dataset to download.", autocompletion=complete_fetched
+        ),
     ],
     output: Format = Output.TABLE,
 ) -> None:

@@ -28,7 +28,7 @@ def model(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A run: an id, its beginning, a recipe's name, @last, @TAG, or a run's folder.",
+            help="A run: an id, the beginning of an id, a recipe's name, @last, @TAG, or a run's folder.",
             autocompletion=complete_run,
         ),
     ],
@@ -44,7 +44,10 @@ def model(
         str | None,
         typer.Option(
             metavar="best|last|STEP",
-            help="Write this checkpoint's weights, not the final ones: best (checkpoint.keep_best), last or a step.",
+            help=(
+                "Write the weights of this checkpoint, not the final ones: best (needs checkpoint.keep_best), last, "
+                "or a step."
+            ),
         ),
     ] = None,
     gguf: Annotated[
@@ -57,7 +60,10 @@ def model(
     push: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Also upload the model to the Hugging Face hub as USER/NAME or NAME; it is private."
+            metavar="NAME",
+            help=(
+                "Also upload the model to the Hugging Face hub, as USER/NAME or NAME. The uploaded model is private."
+            ),
         ),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: make the uploaded model public.")] = False,
@@ -104,13 +110,15 @@ def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool,
     from sparsebp_tools.release.gguf import find_converter
 
     if word.endswith(ARCHIVES) and is_file(Path(word)):
-        raise UsageError(f"{word} is an archive, which has no models: name the run where it was trained")
+        raise UsageError(
+            f"{word} is an archive, and archives contain no models: name the run on the machine that trained it"
+        )
     try:
         run = find_one(word)
     except RunNotFoundError:
         if not is_file(Path(word) / "config.json"):
             raise
-        raise UsageError(f"{word} is the folder of a model already: name the run where it was trained") from None
+        raise UsageError(f"{word} is already the folder of a model: name a run instead") from None
     plan, history = Plan.load(run.plan_file), History.load(run.path)
     weights = find_weights(run, plan, history, checkpoint)
     place = folder or Path(f"{plan.recipe.name}-{run.run_id}")

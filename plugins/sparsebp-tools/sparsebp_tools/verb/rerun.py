@@ -84,8 +84,8 @@ def read_finished(run: RunFolder) -> tuple[Plan, Seal]:
         raise RunBusyError(f"run {run.run_id} is {state}: repeat it after it has ended")
     if (seal := read_seal(run.path)) is None or not seal.data:
         raise UsageError(
-            f"run {run.run_id} does not record the code and data it trained with; "
-            f"`sparsebp run --like {run.run_id}` trains its recipe with the present ones"
+            f"run {run.run_id} does not record the code and data that it trained with; `sparsebp run --like "
+            f"{run.run_id}` trains its recipe with the present code and data"
         )
     return plan, seal
 
