@@ -281,4 +281,4 @@ def test_times_are_quartiles_and_need_two_steps() -> None:
 
 def test_a_recipe_is_told_how_it_says_the_same() -> None:
     result = CliRunner().invoke(app, ["audit", "--apply", "recipe.yaml"])
-    assert "in a recipe write policy: lossless" in str(result.exception)
+    assert "in a recipe, write 'policy: lossless' instead" in str(result.exception)

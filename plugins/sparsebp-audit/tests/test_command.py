@@ -186,14 +186,18 @@ def test_a_recipe_is_trained_for_a_few_steps_and_leaves_nothing(
 
 def test_what_cannot_be_audited_is_refused_before_anything_starts(tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "start" / "quickstart.yaml"
-    assert "runs on this machine (local), got docker" in _refusal(recipe, "--set", "target={kind: docker, image: x}")
-    assert "an audit watches 1, got 2" in _refusal(recipe, "--set", "target={kind: local, processes: 2}")
-    assert "one recipe at a time, got 2" in _refusal(recipe, recipe)
+    assert "an audit runs only on this machine: set target to local, got docker" in _refusal(
+        recipe, "--set", "target={kind: docker, image: x}"
+    )
+    assert "an audit watches only one process: set target.processes to 1, got 2" in _refusal(
+        recipe, "--set", "target={kind: local, processes: 2}"
+    )
+    assert "audit takes one recipe, got 2" in _refusal(recipe, recipe)
     assert "--steps must be at most" in _refusal(recipe, "--steps", 10_000)
     assert "--threshold must be in [0, 1), got 2" in _refusal(recipe, "--threshold", 2)
     assert "must end in .html" in _refusal("--html", "report.pdf", recipe)
     assert "there is no folder" in _refusal("--html", "nowhere/report.html", recipe)
-    assert "--set changes a recipe" in _refusal("--set", "a=1", "--", sys.executable, "x.py")
+    assert "--set changes keys of a recipe" in _refusal("--set", "a=1", "--", sys.executable, "x.py")
     assert "did you mean: python train.py?" in _refusal("train.py")
     assert "did you mean: bash train.sh?" in _refusal("--", "train.sh")
     with pytest.raises(AssertionError):

@@ -49,17 +49,20 @@ REFUSED = {
     "two trainers": (PLAIN + "other = Trainer(2)\nother.train()\n", "makes 2 trainers, in lines 3, 5"),
     "no name": (
         "from transformers import Trainer\nTrainer(1).train()\n",
-        "script.py:2 makes a trainer without assigning it",
+        "script.py:2 creates a trainer without assigning it",
     ),
-    "wrapped": (PLAIN.replace("Trainer(1)", "wrap(Trainer(1))"), "without assigning it to a name"),
+    "wrapped": (PLAIN.replace("Trainer(1)", "wrap(Trainer(1))"), "without assigning it to a variable"),
     "replaced": (PLAIN.replace("trainer.train", "trainer = 1\ntrainer.train"), "assigned more than once"),
-    "trained elsewhere": (PLAIN.replace("trainer.train()", "run(trainer)"), "trainer.train() is not called there"),
+    "trained elsewhere": (
+        PLAIN.replace("trainer.train()", "run(trainer)"),
+        "the same scope does not call trainer.train() after it",
+    ),
     "trained before": (
         PLAIN.replace("trainer = ", "trainer.train()\ntrainer = ", 1)[: -len("trainer.train()\n")],
         "not",
     ),
-    "two in a line": (PLAIN.replace("import Trainer", "import Trainer; import os"), "script.py:1 has more than one"),
-    "an if in a line": (PLAIN.replace("trainer = ", "if 1: trainer = "), "script.py:3 has more than one statement"),
+    "two in a line": (PLAIN.replace("import Trainer", "import Trainer; import os"), "script.py:1 has several"),
+    "an if in a line": (PLAIN.replace("trainer = ", "if 1: trainer = "), "script.py:3 has several statements"),
     "imported twice": (
         "try:\n    from trl import X\nexcept ImportError:\n    from transformers import Trainer\n" + PLAIN,
         "4 and 5",
@@ -131,7 +134,7 @@ def test_the_old_script_stays_beside_the_new_one_and_is_never_lost(tmp_path: Pat
     assert (kept.name, kept.read_text(), file.read_bytes()) == ("script.py.orig", PLAIN, change.after)
     assert stat.S_IMODE(file.stat().st_mode) == 0o755
     other = find_change(write(tmp_path, PLAIN + "# changed\n"))
-    with pytest.raises(UsageError, match=r"script\.py\.orig exists"):
+    with pytest.raises(UsageError, match=r"script\.py\.orig, but this file exists already"):
         other.write()
     assert (kept.read_text(), file.read_bytes()) == (PLAIN, other.before)
 
@@ -184,7 +187,7 @@ FOUND = dict.fromkeys(NUMBERS, 0.5) | {
         (PLAIN, "", 1, "not written: lossless would save less than 100.0% of a step"),
         (PLAIN * 2, LOSSLESS_ADVICE, 1, "not written: script.py makes 2 trainers, in lines 3, 7: write by hand"),
         (PLAIN, LOSSLESS_ADVICE, 7, "not written: the command ended with 7"),
-        ("", LOSSLESS_ADVICE, 1, "not written: the command ran no script that is a file"),
+        ("", LOSSLESS_ADVICE, 1, "not written: the command ran no Python file"),
     ],
 )
 @pytest.mark.parametrize("output", ["table", "json"])
@@ -211,4 +214,4 @@ def test_the_verb_writes_the_line_or_says_why_not(
 
 def test_a_recipe_is_no_script(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["audit", "--write", str(tmp_path / "fake.yaml")])
-    assert str(done.exception) == "--write works only with a script; in a recipe write policy: lossless"
+    assert str(done.exception) == "--write works only with a script; in a recipe, write 'policy: lossless' instead"

@@ -240,14 +240,17 @@ def _find_trained(session: Session) -> nn.Module:
     """Return the only transformers model that the script trains; raise :class:`UnsupportedError`, by name, if packing
     does not support it."""
     if _is_distributed():
-        raise UnsupportedError("the training has several processes: attach lossless in the script")
+        raise UnsupportedError(
+            "the audit does not support lossless in a training with several processes; attach lossless in the "
+            "script instead"
+        )
     roots = list(session.trained)
     for root in roots:
         if type(root).__module__.partition(".")[0] == "deepspeed":
-            raise UnsupportedError("DeepSpeed runs the backward: lossless does not support it")
+            raise UnsupportedError("lossless does not support DeepSpeed, which runs the backward pass of this training")
         for where, module in root.named_modules():
             if is_sharded(module) or any(map(is_flat, module.parameters(recurse=False))):
-                raise UnsupportedError(f"the weights are sharded (at {where or 'the model'!r})")
+                raise UnsupportedError(f"lossless does not support sharded weights (at {where or 'the model'!r})")
         refuse_model(root, make_policies("lossless"), dict(BackwardOptions.of({})))
     models: dict[int, nn.Module] = {}
     refusal = "no model was called in training mode"
@@ -261,13 +264,16 @@ def _find_trained(session: Session) -> nn.Module:
         compiled = getattr(model, "_compiled_call_impl", None) is not None
         if compiled or any(hasattr(m, "_orig_mod") and _holds(m, model) for m in root.modules()):
             raise UnsupportedError(
-                f"{type(model).__name__} is compiled as a whole: attach lossless before torch.compile"
+                f"{type(model).__name__} is compiled with torch.compile; attach lossless in the script before "
+                "torch.compile"
             )
     if not models:
         raise UnsupportedError(refusal)
     if len(models) > 1:
         kinds = ", ".join(sorted(type(model).__name__ for model in models.values()))
-        raise UnsupportedError(f"the script trains {len(models)} models of transformers ({kinds}), packing is for one")
+        raise UnsupportedError(
+            f"the script trains {len(models)} transformers models ({kinds}), but lossless supports only one"
+        )
     return next(iter(models.values()))
 
 

@@ -31,7 +31,12 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = 3,
     changes: Changes = None,
     stop: Annotated[
-        bool, typer.Option("--stop", help="End the training command after these steps.", rich_help_panel=WHAT)
+        bool,
+        typer.Option(
+            "--stop",
+            help="End the training command after the number of steps that --steps sets.",
+            rich_help_panel=WHAT,
+        ),
     ] = False,
     apply: Annotated[
         bool,
@@ -58,13 +63,14 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ] = False,
     threshold: Annotated[
-        float, typer.Option(metavar="SHARE", help="Do not show findings below this fraction of a step.")
+        float,
+        typer.Option(metavar="SHARE", help="Do not show findings that would save less than this fraction of a step."),
     ] = 0.005,
     fail_if_waste: Annotated[
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="Exit with 1 if more than this fraction of the FLOPs or bytes could be left out exactly.",
+            help="Exit with 1 if more than this fraction of the FLOPs or bytes could be saved with the same gradient.",
             rich_help_panel=GATE,
         ),
     ] = None,
@@ -88,7 +94,9 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         if not 0.0 <= share < 1.0:
             raise UsageError(f"{name} must be in [0, 1), got {share:g}")
     if fail_if_mixed and not examples:
-        raise UsageError("--fail-if-mixed needs --examples, which judges whether examples are mixed")
+        raise UsageError(
+            "--fail-if-mixed needs --examples, which checks whether examples of a batch influence each other"
+        )
     if html is not None:
         from sparsebp_cli.page import check_path
 
@@ -100,10 +108,12 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         is_recipe = Path(words[0]).suffix in {".yaml", ".yml"}
         if is_recipe and (apply or write):
             what = "--apply works only with a command" if apply else "--write works only with a script"
-            raise UsageError(f"{what}; in a recipe write policy: lossless")
+            raise UsageError(f"{what}; in a recipe, write 'policy: lossless' instead")
         command = _train_command(words, changes, steps, Path(place)) if is_recipe else words
         if not is_recipe and changes:
-            raise UsageError("--set changes a recipe; give the command its own options")
+            raise UsageError(
+                "--set changes keys of a recipe, not options of a training command; change them in the command itself"
+            )
         settings |= {"stop": stop or is_recipe}
         audited = run_audited(
             command,
@@ -158,7 +168,7 @@ def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:
         if objection:
             raise UnsupportedError(objection)
         if audited.script is None:
-            raise UnsupportedError("the command ran no script that is a file")
+            raise UnsupportedError("the command ran no Python file that --write could change")
         change = find_change(audited.script)
         print_line(change.diff(), stderr=quiet)
         kept = change.write()
@@ -178,14 +188,16 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
     from sparsebp_cli.starter import resolve_recipe
 
     if len(words) > 1:
-        raise UsageError(f"one recipe at a time, got {len(words)}: {' '.join(words)}")
+        raise UsageError(f"audit takes one recipe, got {len(words)}: {' '.join(words)}")
     file = resolve_recipe(Path(words[0]))
     plan = make_plan(load_recipe(file, changes or []), file)
     recipe = plan.recipe
     if recipe.target.kind != "local":
-        raise UnsupportedError(f"target: an audit runs on this machine (local), got {recipe.target.kind}")
+        raise UnsupportedError(f"an audit runs only on this machine: set target to local, got {recipe.target.kind}")
     if recipe.target.options.get("processes", 1) != 1:
-        raise UnsupportedError(f"target.processes: an audit watches 1, got {recipe.target.options['processes']}")
+        raise UnsupportedError(
+            f"an audit watches only one process: set target.processes to 1, got {recipe.target.options['processes']}"
+        )
     if recipe.training.max_steps < steps:
         raise UsageError(f"--steps must be at most training.max_steps ({recipe.training.max_steps}), got {steps}")
     recipe = without_generation(recipe)

@@ -50,7 +50,7 @@ def run_audited(
         except OSError as error:
             program = {".py": "python", ".sh": "bash"}.get(Path(command[0]).suffix)
             hint = f"; did you mean: {program} {command[0]}?" if program is not None else ""
-            raise UsageError(f"{command[0]}: {error.strerror}{hint}") from None
+            raise UsageError(f"cannot start {command[0]}: {error.strerror}{hint}") from None
         report, num_handled = None, 0
         try:
             while (code := _poll(process)) is None:

@@ -21,7 +21,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 
 LIBRARIES = {"transformers", "trl"}
 OURS = "sparsebp_cli"
-BY_HAND = "write by hand, after the trainer is made"
+BY_HAND = "write by hand, after the line that creates the trainer"
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -52,7 +52,7 @@ class ScriptChange:
         kept = self.file.with_name(f"{self.file.name}.orig")
         try:
             if not durable.write_new(kept, self.before):
-                raise UsageError(f"{kept} exists, but --write would keep the old script there: move it away")
+                raise UsageError(f"--write saves the old script as {kept}, but this file exists already: move it away")
             with durable.replacing(self.file) as stream:
                 os.fchmod(stream.fileno(), stat.S_IMODE(self.file.stat().st_mode))
                 stream.write(self.after)
@@ -77,15 +77,15 @@ def find_change(file: Path) -> ScriptChange:
     """Return the change of a script. Raises ``UnsupportedError``, with the line to write by hand, if the script has no
     place for it, or several."""
     if {"site-packages", "dist-packages"} & set(file.parts):
-        raise UnsupportedError(f"{file} belongs to an installed package: {_by_hand()}")
+        raise UnsupportedError(f"{file} belongs to an installed package; {_by_hand()}")
     try:
         before = file.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(before).readline)
         lines, tree = _split(before.decode(encoding)), ast.parse(before)
     except OSError as error:
-        raise UnsupportedError(f"{file} could not be read: {error.strerror}: {_by_hand()}") from None
+        raise UnsupportedError(f"{file} could not be read: {error.strerror}; {_by_hand()}") from None
     except (SyntaxError, ValueError) as error:
-        raise UnsupportedError(f"{file} is no script that Python can parse ({error}): {_by_hand()}") from None
+        raise UnsupportedError(f"{file} is no script that Python can parse ({error}); {_by_hand()}") from None
     place = _find_place(file.name, tree)
     module = OURS if _uses(tree, "sbp") else "sbp"
     added = {
@@ -127,7 +127,7 @@ def _insert(name: str, lines: list[str], statement: ast.stmt, added: str) -> Non
     rest = last.encode()[statement.end_col_offset :].decode().strip()
     end = last[len(last.rstrip("\r\n")) :]
     if indentation.strip() or (rest and not rest.startswith("#")) or not end:
-        raise UnsupportedError(f"{name}:{statement.lineno} has more than one statement in its line: {_by_hand()}")
+        raise UnsupportedError(f"{name}:{statement.lineno} has several statements in one line; {_by_hand()}")
     lines.insert(statement.end_lineno or statement.lineno, f"{indentation}{added}{end}")
 
 
@@ -169,15 +169,19 @@ def _find_place(file: str, tree: ast.Module) -> ScriptPlace:
     name = _assigned(statement, call)
     where = f"{file}:{call.lineno}"
     if name is None:
-        raise UnsupportedError(f"{where} makes a trainer without assigning it to a name: {_by_hand()}")
+        raise UnsupportedError(f"{where} creates a trainer without assigning it to a variable; {_by_hand()}")
     if uses.bound.count(name) != 1:
-        raise UnsupportedError(f"{where}: {name} is assigned more than once there: {_by_hand(name)}")
+        raise UnsupportedError(f"{where}: {name} is assigned more than once in the same scope; {_by_hand(name)}")
     if not any(other == name and line > statement.lineno for other, line in uses.trained):
-        raise UnsupportedError(f"{where} makes {name}, and {name}.train() is not called there: {_by_hand(name)}")
+        raise UnsupportedError(
+            f"{where} creates {name}, but the same scope does not call {name}.train() after it; {_by_hand(name)}"
+        )
     imported = list(dict.fromkeys(classes.find(call.func)))  # a class that extends one of the same name has it twice
     if len(imported) != 1:
         lines = " and ".join(map(str, sorted(node.lineno for node in imported)))
-        raise UnsupportedError(f"{where}: the class of {name} is imported in lines {lines}: {_by_hand(name)}")
+        raise UnsupportedError(
+            f"{where}: the class of {name} is imported more than once, in lines {lines}; {_by_hand(name)}"
+        )
     return ScriptPlace(name, imported[0], statement)
 
 
