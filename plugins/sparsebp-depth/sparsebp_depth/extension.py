@@ -30,9 +30,14 @@ class DepthExtension(EngineExtension):
     def __init__(self, policy: DepthSelector, model: nn.Module, given: Given) -> None:  # noqa: ARG002 - as of all
         layers, name = LayerNumbers(model), type(policy).__name__
         if not layers.layers:
-            raise UnsupportedError(f"{name} ends the backward at a layer, and {type(model).__name__} has none")
+            raise UnsupportedError(
+                f"{name} ends the backward pass at a transformer layer, but {type(model).__name__} has no layers"
+            )
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise UnsupportedError(f"{name} ends the backward at a layer; allowed: one stack of layers, got two")
+            raise UnsupportedError(
+                f"{name} ends the backward pass at a layer of one stack, but an encoder-decoder model has two stacks "
+                "of layers"
+            )
         self._policy, self._model, self._layers = policy, model, layers
         self._engine: EngineView | None = None
         self._handles: list[RemovableHandle] = []
@@ -86,7 +91,9 @@ class DepthExtension(EngineExtension):
             num_layers = len(self._layers.layers)
             depth = self._policy.at(step).depth(num_layers, step)
             if not 1 <= depth <= num_layers:
-                raise PolicyError(f"{type(self._policy).__name__}.depth must be from 1 to {num_layers}, got {depth!r}")
+                raise PolicyError(
+                    f"{type(self._policy).__name__}.depth must return a number from 1 to {num_layers}, got {depth!r}"
+                )
             self._depths[step] = depth
         return self._depths[step]
 
@@ -99,5 +106,7 @@ class DepthExtension(EngineExtension):
         if number != len(self._layers.layers) - self._depth(self._engine.now()) or number == 0:
             return None
         if not args or not isinstance(args[0], Tensor):
-            raise UnsupportedError(f"{self._layers.names[number]!r} gets no tensor as its first argument")
+            raise UnsupportedError(
+                f"the layer {self._layers.names[number]!r} must get a tensor as its first positional argument"
+            )
         return (args[0].detach(), *args[1:]), kwargs

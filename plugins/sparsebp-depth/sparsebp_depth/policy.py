@@ -12,7 +12,10 @@ class RandomDepth(DepthSelector):
     card = MethodCard(use="Only as an example of a kind that a package brings.", saves=("time", "memory"))
 
     full: float = Field(
-        0.5, gt=0.0, le=1.0, description="Share of the steps at which all layers have a backward; 1.0 is dense."
+        0.5,
+        gt=0.0,
+        le=1.0,
+        description="Fraction of the steps whose backward runs through all layers, in (0, 1]; 1.0 is dense.",
     )
 
     @property

@@ -29,7 +29,9 @@ class Bucket:
         for line in answer.text.splitlines() if answer.code == 0 else []:
             size, mark, name = line.partition(";")
             if not mark or not size.lstrip("-").isdigit():
-                raise UnreachableError(f"the bucket {self.remote}: rclone lsf printed {line[:100]!r}")
+                raise UnreachableError(
+                    f"cannot read the list of the bucket {self.remote}: rclone lsf printed {line[:100]!r}"
+                )
             found[name] = max(0, int(size))
         return found
 
@@ -61,4 +63,4 @@ class Bucket:
 
     def _expect(self, answer: CommandResult) -> None:
         if answer.code != 0:
-            raise UnreachableError(f"the bucket {self.remote} cannot be written: {answer.problem}")
+            raise UnreachableError(f"cannot write the bucket {self.remote}: {answer.problem}")

@@ -82,7 +82,7 @@ class SkyEngine(TargetEngine):
                 raise UsageError(f"{key}: {path} {text}")
         for name in self._options.secrets:
             if name not in os.environ:
-                raise UsageError(f"target.secrets: {name} is not set in this environment")
+                raise UsageError(f"target.secrets: the environment variable {name} is not set on this machine")
 
     def is_handle(self, text: str) -> bool:
         return HANDLE.fullmatch(text) is not None
@@ -107,13 +107,13 @@ class SkyEngine(TargetEngine):
         jobs = [job for job in self._queue.list() if job.name in {*folders, name}]
         mine = [job for job in jobs if job.name == name]
         if not mine:
-            raise UnreachableError(f"SkyPilot accepted the run, but does not list its job yet: {name}")
+            raise UnreachableError(f"SkyPilot accepted the run, but does not list its job {name} yet")
         first = min(job.number for job in mine)
         if any(not job.over and job.number < first for job in jobs if job.name != name):
             for job in mine:
                 self._queue.cancel(job)
             self._bucket.remove(name)
-            raise RunBusyError(f"run {run.run_id} is at SkyPilot already, started by another remote runner")
+            raise RunBusyError(f"run {run.run_id} already has a job in SkyPilot, which another remote runner started")
         return [name]
 
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:  # noqa: ARG002 - the handle says which
@@ -131,7 +131,7 @@ class SkyEngine(TargetEngine):
         if job.status in WAITING:
             return WorkerStatus(Phase.WAITING)
         raise UnreachableError(
-            f"SkyPilot reports the status {job.status} for {handle}, which this version does not know"
+            f"SkyPilot reports the status {job.status} for {handle}, which this version of SparseBP does not know"
         )
 
     def pull(self, run: RunFolder, handle: str) -> None:
@@ -234,14 +234,14 @@ def _unpack(scratch: RunFolder, place: Path, stream: IO[bytes]) -> None:
     place.mkdir(exist_ok=True)
     for path in part.iterdir():
         if (place / path.name).exists():
-            raise RunFailedError(f"the run's files contain {path.name} twice and were not fetched")
+            raise RunFailedError(f"the run's files were not fetched, because they contain {path.name} twice")
         path.rename(place / path.name)
 
 
 def _read_over(state: str) -> WorkerStatus:
     code = state.partition(" ")[2]
     if not code.isdigit():
-        raise UnreachableError(f"the bucket's state is {state[:100]!r}, expected `over` and an exit code")
+        raise UnreachableError(f"the state in the bucket must be `over` and an exit code, got {state[:100]!r}")
     return WorkerStatus(Phase.OVER, read_exit_code(int(code)))
 
 

@@ -94,7 +94,7 @@ def _find_list(answer: CommandResult) -> list[Any]:
         is_jobs = isinstance(found, list) and all(isinstance(record, dict) for record in found)
         if is_jobs and (found or not text[end:].strip()):
             return list(found)
-    raise UnreachableError(f"{PLACE} does not answer as it should: sky jobs queue printed no list of jobs")
+    raise UnreachableError(f"cannot read the jobs of {PLACE}: sky jobs queue printed no list of jobs")
 
 
 def _read(record: dict[str, Any]) -> ManagedJob | None:

@@ -163,7 +163,7 @@ def test_of_two_machines_that_start_a_run_at_once_one_succeeds(sky: Sky, monkeyp
     engine = sky.engine()
     (first,) = engine.start([run], 1)
     monkeypatch.setattr("socket.gethostname", lambda: "another")
-    with pytest.raises(RunBusyError, match="started by another remote runner"):
+    with pytest.raises(RunBusyError, match="which another remote runner started"):
         engine.start([run], 1)
     until(lambda: sky.statuses() == ["PENDING", "CANCELLED"])
     assert [path.name for path in (sky.bucket / "sparsebp").iterdir()] == [first]
@@ -210,7 +210,7 @@ def test_the_value_of_a_secret_is_nowhere_but_in_the_workers_environment(
 def test_a_secret_that_is_not_set_is_told_before_anything_starts(sky: Sky, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     run, target = prepare(sky, secrets=["HF_TOKEN"])
-    with pytest.raises(UsageError, match=r"target\.secrets: HF_TOKEN is not set in this environment"):
+    with pytest.raises(UsageError, match=r"target\.secrets: the environment variable HF_TOKEN is not set"):
         target.submit(run)
     assert sky.jobs() == []
 

@@ -82,7 +82,7 @@ def test_a_task_for_a_pool_has_nothing_that_a_pool_would_ignore() -> None:
     ("options", "said"),
     [
         ({"env": {"HF_TOKEN": "x"}}, "HF_TOKEN looks like a secret"),
-        ({"env": {"A": "1"}, "secrets": ["A"]}, "secrets: A is in env, too"),
+        ({"env": {"A": "1"}, "secrets": ["A"]}, "secrets: A is also in env"),
         ({"secrets": ["HF_TOKEN=abc"]}, "secrets"),
         ({"setup": ["a\nb"]}, "write each line as a separate item"),
         ({"pool": "workers", "setup": ["true"]}, "setup: has no effect with pool"),
