@@ -48,35 +48,41 @@ class BackwardOptions(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     execution: Execution = Field(
-        "fast", description="fast multiplies only what was selected; reference masks the gradient and multiplies all."
+        "fast",
+        description="fast: multiply only the selected part of a gradient. reference: mask the gradient, and multiply "
+        "all of it.",
     )
     sites: Annotated[Sites, *FormerToo] = Field(
-        "linears", description="Where policies act: at every linear layer, or at every node of the graph."
+        "linears",
+        description="Where policies act. linears: at every linear layer. nodes: at every node of PyTorch's autograd "
+        "graph.",
     )
     exclude: Annotated[list[str], BeforeValidator(_as_list)] = Field(
-        default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
+        default_factory=list, description="Names of modules that stay dense, as globs, such as lm_head."
     )
     update: Update = Field(
         "deferred",
-        description="When the optimizer updates parameters. deferred: after the backward pass. eager: inside it, "
-        "as soon as a parameter's gradient is complete; the gradient is then freed.",
+        description="When the optimizer updates parameters. deferred: after the backward pass. eager: during the "
+        "backward pass, as soon as the gradient of a parameter is complete. That gradient is then freed.",
     )
     eager_clip: EagerClip | None = Field(
         None,
-        description="With update: eager, the norm that training.max_grad_norm clips. parameter: the norm of each "
-        "gradient. previous: of all gradients in the previous step. exact: of all gradients, from an extra backward.",
+        description="With 'update: eager': which norm training.max_grad_norm limits. parameter: the norm of each "
+        "parameter's gradient. previous: the norm of all gradients in the previous step. exact: the norm of all "
+        "gradients, from an extra backward.",
     )
     checkpointing: Annotated[Checkpointing, *FormerToo] = Field(
         "none",
-        description="What the forward keeps for the backward. none: all that the backward reads. full: only each "
-        "layer's input, so that the backward computes every layer again.",
+        description="What the forward keeps for the backward. none: everything that the backward reads. full: only "
+        "the input of each layer; the backward computes every layer again.",
     )
     segments: (
         Annotated[int, Field(ge=1)] | Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)] | None
     ) = Field(
         None,
-        description="Number of parts into which the layers are cut, or the first module of each part. The forward "
-        "keeps only the inputs of parts, and the backward computes all but the last part again. null: one part.",
+        description="Number of parts into which the layers are divided, or the names of each part's first module. The "
+        "forward keeps only the input of each part. The backward computes every part but the last again. null: one "
+        "part.",
     )
 
     @classmethod

@@ -129,7 +129,7 @@ class _Reader:
         if isinstance(event, yaml.DocumentStartEvent):
             self.num_documents += 1
             if self.num_documents > 1:
-                raise place.error("a second document ('---') is not allowed in a recipe")
+                raise place.error("a recipe must be one YAML document, but a second one begins here ('---')")
         if isinstance(event, yaml.AliasEvent):
             raise place.error(
                 f"an alias{self.quote(f'*{event.anchor}')} is not allowed in a recipe; repeat the value", self.path
@@ -157,7 +157,7 @@ class _Reader:
         if isinstance(event, yaml.ScalarEvent):
             self.finish()
         elif len(self.open) >= DEEPEST:
-            raise place.error(f"nested deeper than {DEEPEST} levels")
+            raise place.error(f"nested too deeply: at most {DEEPEST} levels are allowed")
         else:
             self.open.append(_Open(node))
 

@@ -64,12 +64,14 @@ def _read_file(file: Path, named_by: Node | None = None) -> Node:
     text = read_text(file, named_by)
     tree = read_document(text, str(file))
     if tree is None:
-        raise Place(str(file), 1, 1).error("empty: a recipe needs at least version, model and dataset")
+        raise Place(str(file), 1, 1).error(
+            "the file is empty, but a recipe needs at least the keys version, model and dataset"
+        )
     if not isinstance(tree.content, dict):
         # Never quote the content: a stranger's recipe may name a file that holds the user's secrets.
         raise tree.place.error(f"a recipe must be a mapping, got {describe_kind(tree.plain)}")
     if {"study", "arms"} <= tree.content.keys():
-        raise tree.place.error(f"is a study, not a recipe: `sparsebp study {file}` runs it")
+        raise tree.place.error(f"this file is a study, not a recipe: `sparsebp study {file}` runs it")
     return expand_shorthand(tree)
 
 
@@ -102,14 +104,16 @@ def read_text(file: Path, named_by: Node | None = None) -> str:
             raise named_by.place.error(f"{shorten(str(file))}: {problem}", "base") from None
         raise Place(str(file)).error(problem) from None
     if len(content) > LARGEST_BYTES:
-        raise Place(str(file)).error(f"too large for a recipe: more than {LARGEST_BYTES // 1024} KiB")
+        raise Place(str(file)).error(
+            f"the file is too large for a recipe, at most {LARGEST_BYTES // 1024} KiB are allowed"
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = content[: error.start]
         column = len(before.rsplit(b"\n", 1)[-1].decode("utf-8", "replace")) + 1
         place = Place(str(file), before.count(b"\n") + 1, column)
-        raise place.error(f"not UTF-8 text: got byte 0x{content[error.start]:02x}") from None
+        raise place.error(f"the file must be UTF-8 text, got the byte 0x{content[error.start]:02x}") from None
 
 
 def _describe_failure(file: Path, error: OSError | ValueError) -> str:
@@ -129,7 +133,9 @@ def find_base(file: Path, base: Node) -> Path:
     files. Raise RecipeError for any other path."""
     name, folder = str(base.content), file.parent.resolve()
     if Path(name).suffix not in {".yaml", ".yml"}:
-        raise base.place.error(f"must be a recipe, whose name ends in .yaml, got {shorten(name)!r}", "base")
+        raise base.place.error(
+            f"must be the path of a recipe that ends in .yaml or .yml, got {shorten(name)!r}", "base"
+        )
     tops = [
         place
         for place in (folder, *folder.parents)
@@ -153,7 +159,7 @@ def _read_base(file: Path, base: Node) -> Node:
     assert isinstance(tree.content, dict)
     if "base" in tree.content:
         place = tree.content["base"].key_place or tree.place
-        raise place.error("a base cannot have a base itself", "base")
+        raise place.error("the recipe that base names must not have a base itself", "base")
     tree.content.pop("name", None)
     return tree
 

@@ -25,7 +25,7 @@ def apply_override(tree: Node, change: str) -> Node:
     if bool(equals) == deletes or not all(parts) or not key.isprintable() or len(parts) > DEEPEST:
         raise place.error("must be KEY=VALUE or ~KEY, with a dotted key such as training.max_steps")
     if parts[0] == "base":
-        raise place.error("base can only be given in the recipe's file")
+        raise place.error("base can be set only in the recipe's file, not with --set")
     if deletes:
         return _delete(tree, parts, 0, place)
     node = read_document(value, place.file, parts) or Node(None, place)
@@ -81,7 +81,9 @@ def _delete(node: Node, parts: Sequence[str], depth: int, place: Place) -> Node:
     if not isinstance(node.content, dict) or part not in node.content:
         known = list(node.content) if isinstance(node.content, dict) else []
         here = ".".join(parts[: depth + 1])
-        raise place.error(f"nothing to delete: the recipe does not give {shorten(here)}{did_you_mean(part, known)}")
+        raise place.error(
+            f"cannot remove {shorten(here)}, because the recipe does not set it{did_you_mean(part, known)}"
+        )
     kept = {key: child for key, child in node.content.items() if key != part}
     if is_last:
         return replace(node, content=kept)
@@ -98,7 +100,7 @@ def _read_index(items: Sequence[Node], parts: Sequence[str], depth: int, place: 
         allowed = f"an index in [0, {last}]" if last >= 0 else "nothing to delete"
         raise place.error(f"{count}: got index {shorten(part)}, allowed: {allowed}")
     better = ".".join([here, "0", *parts[depth:]])
-    raise place.error(f"{count}, so an index must follow; did you mean {shorten(better)}?")
+    raise place.error(f"{count}, so the index of an item must follow; did you mean {shorten(better)}?")
 
 
 MOST_SEEDS = 1000

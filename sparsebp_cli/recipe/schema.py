@@ -51,33 +51,56 @@ class LoraSection(Section):
 
     r: PositiveInt = Field(8, description="Rank of the adapters.")
     lora_alpha: PositiveInt = Field(
-        16, description="Scale: the update is multiplied by lora_alpha / r, with use_rslora by lora_alpha / sqrt(r)."
+        16,
+        description="Scale of the adapters' update: it is multiplied by lora_alpha / r, or with use_rslora by "
+        "lora_alpha / sqrt(r).",
     )
-    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout before the adapters.")
-    target_modules: list[str] | Literal["all-linear"] = Field("all-linear", description="Linears that get adapters.")
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.0, description="Dropout probability before the adapters."
+    )
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="Names of the linear layers that get adapters. all-linear: all but the output layer, as in peft.",
+    )
     exclude_modules: list[str] | None = Field(
-        None, description="Linears of target_modules that get no adapter; null: none."
+        None, description="Names of linear layers that get no adapter, although target_modules names them; null: none."
     )
-    use_rslora: bool = Field(False, description="Rank-stabilised scale.")
-    use_dora: bool = Field(False, description="DoRA: the magnitude of each output is trained apart.")
+    use_rslora: bool = Field(
+        False, description="Whether to use rank-stabilised LoRA, which scales the update by lora_alpha / sqrt(r)."
+    )
+    use_dora: bool = Field(
+        False, description="Whether to use DoRA, which trains the magnitude of each output separately."
+    )
     init_lora_weights: bool | Literal["gaussian", "olora", "orthogonal", "pissa"] = Field(
-        True, description="Initial values, as in peft. olora and pissa change the base, so the model is saved merged."
+        True,
+        description="How adapters are initialised, as in peft. olora and pissa change the base weights, so the saved "
+        "model is merged.",
     )
-    bias: Literal["none", "all", "lora_only"] = Field("none", description="Biases that are trained.")
+    bias: Literal["none", "all", "lora_only"] = Field(
+        "none", description="Which biases are trained: none, all, or lora_only, those of layers with adapters."
+    )
     modules_to_save: list[str] | None = Field(
-        None, description="Modules that are trained whole, such as lm_head; null: none but a new classification head."
+        None,
+        description="Names of modules that are trained whole, beside the adapters, such as lm_head; null: none but a "
+        "new classification head.",
     )
     trainable_token_indices: list[CountFromZero] | None = Field(
-        None, description="Ids of tokens whose rows of the embedding are trained; null: none."
+        None, description="Ids of tokens whose rows of the embedding are trained, beside the adapters; null: none."
     )
     layers_to_transform: list[CountFromZero] | None = Field(
         None, description="Numbers of the layers that get adapters, from 0; null: all."
     )
     layers_pattern: list[str] | None = Field(
-        None, description="Names of the lists of layers that layers_to_transform counts; null: the usual ones."
+        None,
+        description="Names of the module lists in which layers_to_transform counts layers; null: the names that peft "
+        "knows.",
     )
-    rank_pattern: dict[str, PositiveInt] = Field(default_factory=dict, description="Ranks of some modules, by name.")
-    alpha_pattern: dict[str, PositiveInt] = Field(default_factory=dict, description="lora_alpha of some modules.")
+    rank_pattern: dict[str, PositiveInt] = Field(
+        default_factory=dict, description="Map from a module's name to its rank, for modules whose rank is not r."
+    )
+    alpha_pattern: dict[str, PositiveInt] = Field(
+        default_factory=dict, description="Map from a module's name to its lora_alpha, for modules with another value."
+    )
 
     @model_validator(mode="after")
     def _layers_need_names(self) -> Self:
@@ -96,7 +119,9 @@ class PeftSection(BaseModel):
     """Another peft method, selected by type. Its further keys are the names in that method's config."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow")
-    type: AdapterType = Field(description="A type of peft; LoRA has the key lora.")
+    type: AdapterType = Field(
+        description="Name of a peft method other than LoRA, such as vera. For LoRA, use the key lora instead."
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -107,11 +132,13 @@ class PeftSection(BaseModel):
     @classmethod
     def _options_are_known(cls, given: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(given, dict) and given.get("type") == "lora":
-            raise _error_at(("type",), "lora", "LoRA is written model.lora: {r: 8, ...}, without a type")
+            raise _error_at(
+                ("type",), "lora", "LoRA has a key for itself: write 'model.lora: {r: 8, ...}', without a type"
+            )
         section = handler(given)
         known = find_adapter_options(str(section.type))
         if not known:
-            raise _error_at(("type",), section.type, f"the installed peft has no {section.type}")
+            raise _error_at(("type",), section.type, f"the installed version of peft has no method {section.type}")
         for key in section.options:
             if key not in known:
                 text = f"{section.type} takes {', '.join(known)}{did_you_mean(key, known)}"
@@ -123,11 +150,16 @@ class QuantizationSection(Section):
     """A frozen base with quantised linears, under adapters (QLoRA)."""
 
     type: Literal["nf4", "fp4", "int8"] = Field(
-        description="nf4 and fp4: 4 bits, by bitsandbytes; int8: 8 bits, by torchao. The head keeps its precision."
+        description=(
+            "nf4 and fp4: 4 bits per weight, by bitsandbytes. int8: 8 bits per weight, by torchao. The output layer "
+            "is not quantised."
+        )
     )
-    bnb_4bit_use_double_quant: bool = Field(False, description="Only nf4 and fp4: quantise the scales as well.")
+    bnb_4bit_use_double_quant: bool = Field(
+        False, description="For nf4 and fp4: whether the scales are quantised as well."
+    )
     bnb_4bit_compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Only nf4 and fp4: dtype of the matrix products; null: model.dtype."
+        None, description="For nf4 and fp4: type in which matrices are multiplied; null: model.dtype."
     )
 
     @property
@@ -139,7 +171,7 @@ class QuantizationSection(Section):
     def _options_fit_the_type(self) -> Self:
         for key in ("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype"):
             if self.type == "int8" and getattr(self, key):
-                raise ValueError(f"{key} applies only to type: nf4 or fp4, got type: {self.type}")
+                raise ValueError(f"{key} needs 'type: nf4' or 'type: fp4', got 'type: {self.type}'")
         return self
 
 
@@ -148,39 +180,49 @@ class ModelSection(Section):
 
     name: str | None = Field(
         None,
-        description="Hub id, local folder, an installed model's name, or package:PACKAGE/FOLDER. Safetensors only.",
+        description="Hub id, local folder, name of an installed model, or package:PACKAGE/FOLDER. The weights must be "
+        "safetensors files.",
     )
     config: dict[str, object] | None = Field(
-        None, description="Instead of name: a transformers config with its model_type, for random weights."
+        None,
+        description="Instead of name, for a model with random weights: a transformers config, which must contain "
+        "model_type.",
     )
-    tokenizer: str | None = Field(None, description="Hub id, folder or name of the tokenizer; null: the model's.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    tokenizer: str | None = Field(
+        None, description="Hub id, folder or name of the tokenizer; null: the tokenizer of the model."
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of the model on the hub; null: the newest commit."
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type of the weights; bfloat16 computes in bfloat16 throughout."
+        "float32", description="Type of the weights. With bfloat16, the whole training computes in bfloat16."
     )
     attention: str = Field(
         "sdpa",
-        description="transformers' attention implementation: sdpa or eager; on CUDA also flash_attention_2, "
-        "flash_attention_3 or kernels-community/NAME, where the package is installed, and flex_attention.",
+        description="transformers' attention implementation: sdpa or eager. On CUDA also flex_attention. On CUDA with "
+        "its package also flash_attention_2, flash_attention_3 or kernels-community/NAME.",
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
-        None, description="Probability of every dropout of the model; null: as its config says."
+        None, description="Probability of all dropouts of the model; null: the probabilities in the model's config."
     )
     float8: Literal["emulated", "native"] | None = Field(
         None,
-        description="Linears multiply in float8, by torchao: native in a GPU's float8 units, emulated with the same "
-        "rounding on any device. The head and adapters keep their precision.",
+        description="Multiply the linear layers in float8, by torchao. native: on a GPU with float8 units. emulated: "
+        "with the same rounding, on any device. null: no float8. The output layer and adapters keep their type.",
     )
     quantization: QuantizationSection | None = Field(
         None,
-        description="Load the linears quantised. They stay frozen, so it needs lora, peft or adapter; what is saved is "
-        "merged and no longer quantised. null: as the model's files say.",
+        description="Load the linear layers quantised. They stay frozen, so lora, peft or adapter is needed. The "
+        "saved model is merged and not quantised. null: load the model as its files say.",
     )
-    lora: LoraSection | None = Field(None, description="Train only low-rank adapters.")
-    peft: PeftSection | None = Field(None, description="Train only weights that a peft method other than LoRA adds.")
+    lora: LoraSection | None = Field(None, description="Train only low-rank adapters (LoRA). null: no adapters.")
+    peft: PeftSection | None = Field(
+        None, description="Train only the weights that another peft method adds. null: none."
+    )
     adapter: str | None = Field(
         None,
-        description="Train a peft adapter further: a folder, or a run's model folder. name is its base model.",
+        description="Train this peft adapter further: the folder of the adapter, or of a run's model. name must be "
+        "its base model. null: none.",
     )
 
     @field_validator("attention")
@@ -200,24 +242,29 @@ class ModelSection(Section):
     def _one_source(self) -> ModelSection:
         given = [key for key in ("lora", "peft", "adapter") if getattr(self, key) is not None]
         if len(given) > 1:
-            raise ValueError(f"give one of lora, peft and adapter, got {' and '.join(given)}")
+            raise ValueError(f"give only one of lora, peft and adapter, got {' and '.join(given)}")
         if self.quantization is not None and self.name is None:
-            raise ValueError("quantization needs name, a trained model; a config gives random weights")
+            raise ValueError(
+                "quantization needs a trained model: give model.name. model.config would give random weights"
+            )
         if self.quantization is not None and self.lora is not None and self.lora.init_lora_weights in CHANGES_BASE:
             raise ValueError(
                 f"lora.init_lora_weights: {self.lora.init_lora_weights} changes the base weights, but quantised "
                 "weights cannot change; use true, gaussian or orthogonal"
             )
         if self.adapter is not None and self.name is None:
-            raise ValueError("adapter needs name, the base model that it was trained on; a config gives random weights")
+            raise ValueError(
+                "adapter needs the base model that it was trained on: give model.name. model.config would give "
+                "random weights"
+            )
         if self.name is None and self.config is None:
-            raise ValueError("give name, or a config for random weights")
+            raise ValueError("give either name, or config for a model with random weights")
         if self.name is not None and self.config is not None:
             raise ValueError("give either name or config, not both")
         if self.config is not None and "model_type" not in self.config:
-            raise ValueError("config needs model_type")
+            raise ValueError("config needs the key model_type, such as llama")
         if self.config is not None and self.tokenizer is None:
-            raise ValueError("a config has no tokenizer: give tokenizer as well")
+            raise ValueError("a model from config has no tokenizer: give model.tokenizer, too")
         return self
 
 
@@ -227,81 +274,102 @@ CHAT_PARTS = ("messages", "tools", "role", "content", "system", "user", "assista
 class DatasetSection(Section):
     """The data, and how it is tokenised."""
 
-    name: str = Field(description="Hub id, local file or folder, an installed dataset's name, or package:PACKAGE/FILE.")
-    subset: str | None = Field(None, description="Configuration of a hub id.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    name: str = Field(
+        description="Hub id, local file or folder, name of an installed dataset, or package:PACKAGE/FILE."
+    )
+    subset: str | None = Field(None, description="Name of the dataset's configuration (subset) on the hub; null: none.")
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of the dataset on the hub; null: the newest commit."
+    )
     format: Literal["text", "completion", "chat", "classification", "regression"] = Field(
         "text",
-        description="text: packed into blocks, of which a masked language model fills gaps; completion: the prompt is "
-        "not trained on; chat: messages of roles, by a chat template; classification: one label "
-        "a text, or a pair of texts; regression: one number.",
+        description="What a row contains. text: a text; texts are packed into blocks. completion: a prompt, which is "
+        "not trained on, and a completion. chat: a list of messages with roles. classification: a text or a pair of "
+        "texts, and a label. regression: the same with a number.",
     )
-    max_seq_length: Annotated[int, Field(ge=8)] = Field(128, description="Largest number of positions of an example.")
-    split: str = Field("train", description="Training split.")
-    eval_split: str | None = Field(None, description="Validation split; null: eval_fraction of the training split.")
+    max_seq_length: Annotated[int, Field(ge=8)] = Field(128, description="Largest number of tokens of an example.")
+    split: str = Field("train", description="Name of the split for training.")
+    eval_split: str | None = Field(
+        None, description="Name of the split for validation; null: use eval_fraction of the training split."
+    )
     eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.1, description="Share of the training split for validation, where there is no eval_split."
+        0.1, description="Fraction of the training split that is used for validation if eval_split is null."
     )
     held_out: Literal["drawn", "tail"] | None = Field(
         None,
-        description="How eval_fraction selects rows. drawn: by a hash of their text or prompt, equal rows together; "
-        "tail: the end of the split. null: drawn, but tail for packed text.",
+        description="Which rows eval_fraction selects. drawn: by a hash of their text or prompt, so that equal rows "
+        "stay together. tail: the end of the split. null: tail for packed text, otherwise drawn.",
     )
     group_column: str | None = Field(
-        None, description="Column of the document of a row: rows of one document are held out together. null: none."
+        None,
+        description="Column that names the document of a row. All rows of one document then go either to training or "
+        "to validation. null: none.",
     )
-    test_split: str | None = Field(None, description="Split that is read once, after the last step, for test/loss.")
+    test_split: str | None = Field(
+        None, description="Name of the split that is read only once, after the last step, for test/loss. null: none."
+    )
     test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
-        description="Instead of test_split: share of the validation data to keep for test/loss, in whole rows. It does "
-        "not change the training data. null: none.",
+        description="Instead of test_split: fraction of the validation rows that is used only for test/loss. The "
+        "training data stay the same. null: none.",
     )
-    text_column: str = Field("text", description="Column of texts, for formats text and classification.")
+    text_column: str = Field(
+        "text", description="Column of texts, for the formats text, classification and regression."
+    )
     text_pair_column: str | None = Field(
-        None, description="Column of second texts, for classification of pairs; null: single texts."
+        None,
+        description="Column of the second texts, for classification or regression of pairs of texts; null: single "
+        "texts.",
     )
-    prompt_column: str = Field("prompt", description="Column of prompts, for format completion; not trained on.")
+    prompt_column: str = Field(
+        "prompt", description="Column of prompts, for format completion. The model is not trained on prompts."
+    )
     completion_column: str = Field("completion", description="Column of completions, for format completion.")
     columns: dict[str, str | list[str]] = Field(
         default_factory=dict,
-        description="For format chat: what the data call its parts. messages (the column of lists of messages), tools, "
-        "role and content, and of roles system, user, assistant and tool their names in the data; or without messages, "
-        "the columns of the system's, the user's and the assistant's message, a list of which is joined by empty "
-        "lines: {user: [instruction, input], assistant: output}.",
+        description="For format chat: names of columns, keys and roles in the data. If a column contains lists of "
+        "messages, give messages, and where they differ tools, role, content, system, user, assistant and tool. "
+        "Otherwise give the columns of each role. A list of columns is joined by empty lines: {user: [instruction, "
+        "input], assistant: output}.",
     )
     chat_template: str | None = Field(
         None,
-        description="For messages: a file with a Jinja template, which the plan holds; null: the tokenizer's own.",
+        description="For messages: file of a Jinja chat template, which is stored in the run's plan; null: the "
+        "tokenizer's own template.",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
-        description="For format chat: the assistant's turns, the last of them, or everything. A message's own weight, "
-        "such as 0, multiplies its loss.",
+        description="For format chat: the messages that are trained on. assistant: all of the assistant. last: only "
+        "the last of the assistant. all: all messages. If a message has its own weight, such as 0, its loss is "
+        "multiplied by it.",
     )
     weight_column: str | None = Field(
         None,
-        description="Column of weights of the training loss: a number for a row, a list with one for each message, or "
-        "[[start, end, weight], ...] in characters of the text; other tokens weigh 1, and those of weight 0 are not "
-        "trained. Evaluations do not weigh. null: none.",
+        description="Column of weights of the training loss: a number per row, a list with a number per message, or "
+        "[[start, end, weight], ...] in characters. Other tokens have the weight 1. Tokens of weight 0 are not "
+        "trained. Evaluations use no weights. null: none.",
     )
     completion_only_loss: bool = Field(
         True,
-        description="For format completion: whether prompts are not trained on; in evaluations they never count.",
+        description="For format completion: true if the prompts are not trained on. Evaluations never count prompts.",
     )
     label_column: str = Field(
         "label",
-        description="Column of labels, for classification: names, whole numbers or booleans; for regression: numbers.",
+        description="Column of labels. For classification they are names, whole numbers or booleans, for regression "
+        "numbers.",
     )
-    max_examples: PositiveInt | None = Field(None, description="Number of rows to use of each split, from its start.")
+    max_examples: PositiveInt | None = Field(
+        None, description="Number of rows that are used of each split, from its start. null: all."
+    )
     max_train_examples: PositiveInt | None = Field(
         None,
-        description="Number of training examples to use, from the start; of packed text, number of blocks. It does not "
-        "change the held-out data. null: all.",
+        description="Number of training examples that are used, from the start; for packed text, number of blocks. "
+        "Validation and test data stay the same. null: all.",
     )
     policy_validation_examples: PositiveInt | None = Field(
         None,
-        description="Number of training examples to set aside, drawn by training.seed, for policies that compare with "
-        "validation examples. Neither training nor evaluations use them. null: none.",
+        description="Number of training examples to set aside for policies that compare with validation examples. "
+        "They are drawn by training.seed. Neither training nor evaluations use them. null: none.",
     )
 
     @field_validator("columns")
@@ -309,13 +377,13 @@ class DatasetSection(Section):
     def _columns_are_known(cls, columns: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
         for key, value in columns.items():
             if key not in CHAT_PARTS:
-                raise ValueError(f"{key}: allowed: {', '.join(CHAT_PARTS)}{did_you_mean(key, CHAT_PARTS)}")
+                raise ValueError(
+                    f"{key} is not allowed, allowed: {', '.join(CHAT_PARTS)}{did_you_mean(key, CHAT_PARTS)}"
+                )
             if isinstance(value, list) and ("messages" in columns or key not in ("system", "user", "assistant")):
-                raise ValueError(f"{key}: must be one name, got a list")
+                raise ValueError(f"{key}: must be one name here, got a list")
         if "messages" not in columns and ("user" in columns) != ("assistant" in columns):
-            raise ValueError(
-                "give both user and assistant if they name columns; if they name roles, give messages as well"
-            )
+            raise ValueError("if user and assistant name columns, give both; if they name roles, give messages as well")
         return columns
 
     @property
@@ -340,31 +408,40 @@ class DatasetSection(Section):
     @model_validator(mode="after")
     def _columns_fit_the_format(self) -> Self:
         if self.text_pair_column is not None and self.format not in ("classification", "regression"):
-            raise ValueError(f"text_pair_column needs format: classification or regression, got {self.format}")
+            raise ValueError(
+                f"text_pair_column needs 'format: classification' or 'format: regression', got 'format: {self.format}'"
+            )
         for key in ("columns", "train_on"):
             if self.format != "chat" and getattr(self, key) != type(self).model_fields[key].get_default(
                 call_default_factory=True
             ):
-                raise ValueError(f"{key} needs format: chat, got {self.format}")
+                raise ValueError(f"{key} needs 'format: chat', got 'format: {self.format}'")
         if self.chat_template is not None and self.format not in ("chat", "completion"):
-            raise ValueError(f"chat_template needs format: chat, or completion of messages, got {self.format}")
+            raise ValueError(
+                "chat_template needs 'format: chat', or 'format: completion' with messages, got 'format: "
+                f"{self.format}'"
+            )
         if self.weight_column is not None and self.format in ("classification", "regression"):
-            raise ValueError(f"weight_column weights tokens, which format: {self.format} does not train; leave it out")
+            raise ValueError(
+                f"weight_column has weights of tokens, but 'format: {self.format}' does not train tokens; leave "
+                "weight_column out"
+            )
         if self.weight_column is not None and not self.completion_only_loss:
-            raise ValueError("weight_column needs completion_only_loss: true; got false")
+            raise ValueError("weight_column needs 'completion_only_loss: true', got false")
         if self.group_column is not None and self.held_out == "tail":
-            raise ValueError("group_column needs held_out: drawn, got tail")
+            raise ValueError("group_column needs 'held_out: drawn', got 'held_out: tail'")
         return self
 
     @model_validator(mode="after")
     def _test_is_apart(self) -> Self:
         if self.test_split is not None and self.test_fraction is not None:
             raise ValueError(
-                f"give test_split or test_fraction, got both ({self.test_split} and {self.test_fraction:g})"
+                f"give only one of test_split and test_fraction, got both ({self.test_split} and "
+                f"{self.test_fraction:g})"
             )
         if self.test_split is not None and self.test_split in (self.split, self.eval_split):
             used = "split" if self.test_split == self.split else "eval_split"
-            raise ValueError(f"test_split must be another split than {used}, got {self.test_split} for both")
+            raise ValueError(f"test_split and {used} must be different splits, got {self.test_split} for both")
         return self
 
 
@@ -372,7 +449,7 @@ class PolicyEntry(BaseModel):
     """A policy by name, and its options as further keys."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow")
-    name: str = Field(description="A name that `sparsebp policies` lists.")
+    name: str = Field(description="Name of a policy that `sparsebp policies` lists.")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -384,16 +461,18 @@ class PhaseSection(Section):
     """A part of the training with its own policies."""
 
     until: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
-        None, description="Share of training.max_steps at which the phase ends; the last phase has none."
+        None, description="Fraction of training.max_steps at which the phase ends. The last phase has no until."
     )
-    policy: list[PolicyEntry] = Field(description="Policies of this phase, as the recipe's own; empty: dense.")
+    policy: list[PolicyEntry] = Field(
+        description="Policies of this phase, written like policy in a recipe without phases; empty: dense."
+    )
 
 
 def _refuse_float16(value: object) -> object:
     if value == "fp16":
         raise ValueError(
-            "got 'fp16', allowed: no, bf16; float16 needs a loss scaler, which drops steps that overflow, and recipes "
-            "have none; a loop of your own may have one (guide, library)"
+            "got 'fp16', allowed: no, bf16; float16 would need a loss scaler, which recipes do not have, "
+            "because it skips steps that overflow; your own loop may have one (guide, library)"
         )
     return value
 
@@ -411,52 +490,61 @@ SCHEDULE_ARGUMENTS = {
 class TrainingSection(Section):
     """Optimisation, with the names of transformers.TrainingArguments."""
 
-    max_steps: PositiveInt = Field(200, description="Optimizer steps.")
+    max_steps: PositiveInt = Field(200, description="Number of optimizer steps.")
     num_train_epochs: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Instead of max_steps: passes over the training examples. The client counts the examples and "
-        "writes max_steps into the plan, so the data must be on this machine.",
+        description="Instead of max_steps: number of passes over the training examples. SparseBP counts the examples "
+        "before the run starts, and sets max_steps. So the data must be on this machine.",
     )
     early_stopping_patience: PositiveInt | None = Field(
         None,
-        description="Finish after so many evaluations in a row that are no better than the best before, by the metric "
-        "of checkpoint.keep_best. The schedule of the learning rate stays that of max_steps. null: never.",
+        description="Number of evaluations in a row that may bring no new best value of checkpoint.keep_best; then "
+        "the run finishes. The learning rate still follows the schedule of max_steps. null: no early stop.",
     )
     max_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Finish after the step that brings the time of all steps to so many seconds, if max_steps is not "
-        "reached before. Measurements and checkpoints are not counted; a resumed run goes on counting. The schedule of "
-        "the learning rate stays that of max_steps. null: no limit.",
+        description="Finish the run when all steps together took this many seconds, if max_steps is not reached "
+        "before. Measurements and checkpoints do not count. A resumed run counts on. The learning rate still follows "
+        "the schedule of max_steps. null: no limit.",
     )
     max_cost: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Like max_seconds, but limits the FLOPs of forward, backward and update, in units of a dense step "
-        "over the run's own batches. null: no limit.",
+        description="Like max_seconds, but a limit of the FLOPs of forward, backward and update. The unit is the mean "
+        "dense step on the run's own batches. null: no limit.",
     )
     max_flops: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="Like max_cost, but in FLOPs, whatever the batches are: a study's budget. null: no limit."
+        None,
+        description="Like max_cost, but in FLOPs, so that the limit does not depend on the batches. Studies set it as "
+        "their budget. null: no limit.",
     )
-    learning_rate: Annotated[float, Field(gt=0.0)] = Field(3e-4, description="Peak learning rate.")
-    per_device_train_batch_size: PositiveInt = Field(8, description="Examples in a forward pass.")
-    gradient_accumulation_steps: PositiveInt = Field(1, description="Forward passes in an optimizer step.")
+    learning_rate: Annotated[float, Field(gt=0.0)] = Field(
+        3e-4, description="Largest learning rate, which the schedule reaches after the warm-up."
+    )
+    per_device_train_batch_size: PositiveInt = Field(
+        8, description="Number of examples in a forward pass of a process."
+    )
+    gradient_accumulation_steps: PositiveInt = Field(
+        1, description="Number of forward passes whose gradients make an optimizer step."
+    )
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(
-        1.0, description="Clip the gradient to this norm; null: never."
+        1.0, description="Largest norm of the gradient. A larger gradient is scaled down to it. null: do not clip."
     )
     optim: str = Field(
         "adamw",
-        description="The optimizer: an entry point of the group sparsebp.optimizers, such as apollo, or a class of "
-        "torch.optim in lower case, such as adamw; muon updates hidden matrices by Muon and all else by AdamW.",
+        description="The optimizer: a name of the entry-point group sparsebp.optimizers, such as apollo, or a class "
+        "of torch.optim in lower case, such as adamw. muon updates hidden matrices by Muon and other parameters by "
+        "AdamW.",
     )
     weight_decay: Annotated[float, Field(ge=0.0)] | None = Field(
         None, description="Weight decay; null: the optimizer's default."
     )
     weight_decay_of: Literal["all", "matrices"] | None = Field(
         None,
-        description="Which parameters decay: matrices leaves out norms and biases, as transformers.Trainer does; "
-        "null or all: every trained parameter.",
+        description="Which trained parameters get weight decay. matrices: all but norms and biases, as in "
+        "transformers.Trainer. all or null: all.",
     )
     optim_args: dict[str, object] = Field(
-        default_factory=dict, description="The optimizer's other arguments: betas, eps, momentum."
+        default_factory=dict, description="Further arguments of the optimizer, such as betas, eps or momentum."
     )
     lr_scheduler_type: Literal[
         "linear",
@@ -467,31 +555,35 @@ class TrainingSection(Section):
         "polynomial",
         "cosine_with_restarts",
         "cosine_with_min_lr",
-    ] = Field("linear", description="Schedule of the learning rate, by transformers' name.")
+    ] = Field("linear", description="Schedule of the learning rate, by its name in transformers.")
     lr_scheduler_kwargs: dict[str, float] | None = Field(
         None,
-        description="The schedule's arguments, by transformers' names, such as min_lr of cosine_with_min_lr and "
-        "num_cycles of cosine.",
+        description="Arguments of the schedule, by their names in transformers, such as num_cycles of cosine or "
+        "min_lr of cosine_with_min_lr.",
     )
-    warmup_steps: CountFromZero = Field(0, description="Steps over which the learning rate rises from 0.")
+    warmup_steps: CountFromZero = Field(
+        0, description="Number of steps in which the learning rate rises from 0 to learning_rate."
+    )
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
-        None, description="Instead of warmup_steps: their share of max_steps, rounded up."
+        None, description="Instead of warmup_steps: the warm-up as a fraction of max_steps, rounded up to whole steps."
     )
     mixed_precision: Annotated[Literal["no", "bf16"], BeforeValidator(_refuse_float16)] = Field(
-        "no", description="bf16: autocast; weights keep their type. float16 needs a loss scaler, which recipes lack."
+        "no",
+        description="bf16: run the forward under autocast to bfloat16; the weights keep their type. no: no autocast. "
+        "float16 is not supported, because it needs a loss scaler.",
     )
     compile: bool = Field(
         False,
-        description="Compile the model with torch.compile for the training steps; it needs a C++ compiler, on a GPU "
-        "Triton. Evaluations, probes and other measurements run uncompiled, so what they time is eager; the memory of "
-        "steps is not traced.",
+        description="Whether to compile the model with torch.compile for training steps. It needs a C++ compiler, or "
+        "Triton on a GPU. Evaluations, probes and other measurements run uncompiled, so probes measure the time "
+        "without compilation. The memory of steps is not traced.",
     )
     group_by: Literal["length", "prefix"] | None = Field(
         None,
-        description="What the examples of a batch have in common: a similar length, or their first 16 tokens. It "
-        "changes the order of the data. null: nothing, a random order.",
+        description="Form batches of examples that have a similar length, or the same first 16 tokens. This changes "
+        "the order of the data. null: a random order.",
     )
-    seed: CountFromZero = Field(0, description="Seed of data order, dropout, adapters and policies.")
+    seed: CountFromZero = Field(0, description="Seed of the data order, dropout, new adapters and random policies.")
 
     @property
     def num_warmup_steps(self) -> int:
@@ -502,14 +594,15 @@ class TrainingSection(Section):
     def _said_once(self) -> Self:
         if self.warmup_ratio is not None and self.warmup_steps:
             raise ValueError(
-                f"give warmup_steps or warmup_ratio, got both ({self.warmup_steps} and {self.warmup_ratio:g})"
+                f"give only one of warmup_steps and warmup_ratio, got both ({self.warmup_steps} and "
+                f"{self.warmup_ratio:g})"
             )
         if self.weight_decay is not None and "weight_decay" in self.optim_args:
-            raise ValueError("give weight_decay or optim_args.weight_decay, got both")
+            raise ValueError("give only one of weight_decay and optim_args.weight_decay, got both")
         if self.num_train_epochs is not None and "max_steps" in self.model_fields_set:
             raise ValueError(
-                f"give max_steps or num_train_epochs, got both ({self.max_steps} and {self.num_train_epochs:g}); "
-                "--set ~training.max_steps removes the recipe's"
+                f"give only one of max_steps and num_train_epochs, got both ({self.max_steps} and "
+                f"{self.num_train_epochs:g}); --set ~training.max_steps removes the recipe's max_steps"
             )
         return self
 
@@ -534,74 +627,86 @@ class GenerateSection(Section):
     """Metrics of texts that the model generates, greedily, from the prompts of held-out rows."""
 
     every: PositiveInt | None = Field(
-        None, description="Steps between generations on validation; null: only before the first and after the last."
+        None,
+        description="Number of steps between two generations on validation prompts; null: generate only before the "
+        "first and after the last step.",
     )
     examples: PositiveInt = Field(
         100,
-        description="Largest number of prompts of a generation on validation, from the start of the split. After the "
-        "last step the test split is generated once, all of it.",
+        description="Largest number of validation prompts in a generation, from the start of the split. After the "
+        "last step, answers to all prompts of the test split are generated once.",
     )
-    max_new_tokens: PositiveInt = Field(64, description="Largest number of tokens that are generated for a prompt.")
+    max_new_tokens: PositiveInt = Field(64, description="Largest number of tokens that are generated for each prompt.")
     metrics: Annotated[list[str], Field(min_length=1)] = Field(
         default_factory=lambda: ["exact_match"],
-        description="Entry points of the group sparsebp.metrics: exact_match, numeric_match (GSM8K's rule), bleu, "
-        "rouge_l, cer, wer, or a package's own. Logged as eval/NAME and test/NAME.",
+        description="Names of text metrics: exact_match, numeric_match (GSM8K's rule), bleu, rouge_l, cer, wer, or "
+        "one that a package adds by the entry-point group sparsebp.metrics. They are logged as eval/NAME and "
+        "test/NAME.",
     )
 
 
 class MeasureSection(Section):
     """Measurements during training, and how often they are taken. None of them changes the run."""
 
-    eval_every: PositiveInt = Field(50, description="Steps between evaluations of the held-out split.")
+    eval_every: PositiveInt = Field(50, description="Number of steps between two evaluations of the validation data.")
     eval_examples: PositiveInt | None = Field(
-        None, description="Largest number of examples of an evaluation, from the start of the split; null: all."
+        None,
+        description="Largest number of validation examples in an evaluation, from the start of the split; null: all.",
     )
     eval_batches: PositiveInt | None = Field(
         None,
-        description="Like eval_examples, in training batches. Prefer eval_examples, which does not depend on the batch "
-        "size, so that runs with different batch sizes can be compared. null: all.",
+        description="Like eval_examples, but counted in training batches. Prefer eval_examples: it does not depend on "
+        "the batch size, so runs with different batch sizes stay comparable. null: all.",
     )
     test: bool = Field(
         True,
-        description="Evaluate the test split after the last step. false: it is set aside and not read, as in tuning.",
+        description="true: evaluate the test split after the last step. false: set the test split aside and do not "
+        "read it, as studies do while they tune.",
     )
     per_device_eval_batch_size: PositiveInt | None = Field(
-        None, description="Examples in a forward pass of an evaluation; null: per_device_train_batch_size."
+        None, description="Number of examples in a forward pass of an evaluation; null: per_device_train_batch_size."
     )
     probe_every: PositiveInt | None = Field(
-        50, description="Steps between probes: dense and policy on one batch, timed in turn, work counted; null: none."
+        50,
+        description="Number of steps between two probes. A probe times dense and the policy on one batch, one after "
+        "the other, and counts FLOPs. null: none.",
     )
     fidelity_every: PositiveInt | None = Field(
-        50, description="Steps between comparisons of the policy's gradient with the dense one; null: none."
+        50,
+        description="Number of steps between two comparisons of the policy's gradient with the dense gradient; null: "
+        "none.",
     )
     fidelity_draws: PositiveInt = Field(
         1,
-        description="Gradients that a random policy draws in each comparison; from 2 on, bias and variance are "
-        "measured.",
+        description="Number of gradients that a random policy draws in each comparison. From 2 on, bias and variance "
+        "are measured.",
     )
     independent_examples: PositiveInt | None = Field(
         None,
-        description="Number of other training examples whose dense gradient fidelity also compares with, for the "
-        "policy and for dense with a smaller batch of the same cost. It needs dense passes over them. null: none.",
+        description="Number of further training examples. In each comparison, their dense gradient is compared with "
+        "that of the policy, and of dense with a smaller batch at the same cost. This needs further dense passes. "
+        "null: none.",
     )
     metric: str | None = Field(
         None,
-        description="Validation metric that decides: studies choose by it, and compare shows it, or its value on the "
-        "test split. null: the loss, of a classification the accuracy.",
+        description="The validation metric that decides: studies choose by it, and compare shows it or its value on "
+        "the test split. null: the loss, or the accuracy of a classification.",
     )
     generate: GenerateSection | None = Field(
         None,
-        description="Metrics of generated texts, for dataset.format: completion or chat. They cost a forward for each "
-        "token of the longest answer. null: none.",
+        description="Metrics of generated texts, for 'dataset.format: completion' or 'dataset.format: chat'. They "
+        "cost one forward for each token of the longest answer. null: none.",
     )
-    warmup_steps: CountFromZero = Field(3, description="First steps of each attempt that time statistics leave out.")
+    warmup_steps: CountFromZero = Field(
+        3, description="Number of steps, after each start or resume of a run, that statistics of time leave out."
+    )
 
     @model_validator(mode="after")
     def _independent_beside_fidelity(self) -> Self:
         if self.independent_examples is not None and self.fidelity_every is None:
             raise ValueError(
-                f"independent_examples: {self.independent_examples} needs fidelity_every, the steps between "
-                "comparisons; got null"
+                "independent_examples needs fidelity_every, the number of steps between comparisons, got "
+                f"independent_examples {self.independent_examples} and 'fidelity_every: null'"
             )
         return self
 
@@ -609,8 +714,8 @@ class MeasureSection(Section):
     def _one_size(self) -> Self:
         if self.eval_examples is not None and self.eval_batches is not None:
             raise ValueError(
-                f"give eval_examples or eval_batches, got both ({self.eval_examples} and {self.eval_batches}); "
-                "eval_batches: null removes the base's"
+                f"give only one of eval_examples and eval_batches, got both ({self.eval_examples} and "
+                f"{self.eval_batches}); 'eval_batches: null' removes the base's value"
             )
         return self
 
@@ -618,18 +723,18 @@ class MeasureSection(Section):
 class CheckpointSection(Section):
     """Checkpoints from which a run can be resumed."""
 
-    every: PositiveInt = Field(50, description="Steps between checkpoints.")
-    keep_last: PositiveInt = Field(2, description="Number of checkpoints to keep.")
+    every: PositiveInt = Field(50, description="Number of steps between two checkpoints.")
+    keep_last: PositiveInt = Field(2, description="Number of newest checkpoints that are kept.")
     keep_best: str | None = Field(
         None,
-        description="Metric of the best evaluation, such as eval/loss: any that the run measures on validation, which "
-        "declares its direction. Its checkpoint is kept beside the last ones, and its weights are "
-        "saved in best/ at the end, beside model/, which has the last ones. null: only the last.",
+        description="A validation metric, such as eval/loss, that the run measures and whose better direction is "
+        "known. The checkpoint of its best evaluation is kept, too. At the end, its weights are saved in best/, "
+        "beside the last weights in model/. null: keep only the newest checkpoints.",
     )
     stop_at: PositiveInt | None = Field(
         None,
-        description="Stop after this step with a checkpoint; `sparsebp resume` goes on to the end. Studies that halve "
-        "set it. null: train to the end.",
+        description="Stop after this step, with a checkpoint. `sparsebp resume` continues to the end. Studies with "
+        "halving set it. null: train to the end.",
     )
 
 
@@ -638,11 +743,15 @@ class TargetSection(Section):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
-    kind: Name = Field("local", description="A kind, or a name from targets.yaml: `sparsebp targets` lists them.")
-    threads: PositiveInt | None = Field(
-        None, description="CPU threads of torch, in each process; null: one for each physical core."
+    kind: Name = Field(
+        "local", description="A kind of target, or a name in targets.yaml. `sparsebp targets` lists both."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if available, else the CPU.")
+    threads: PositiveInt | None = Field(
+        None, description="Number of CPU threads that torch uses in each process; null: one for each physical core."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: train on CUDA if it is available, else on the CPU."
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -654,30 +763,33 @@ class TargetOptions(Section):
     """Options that every kind of target has."""
 
     worker: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")] = Field(
-        "sparsebp_cli.worker", description="Module that trains; a replacement must behave like the built-in worker."
+        "sparsebp_cli.worker",
+        description="Name of the Python module that trains. Another module must behave like the default worker.",
     )
     nodes: PositiveInt = Field(
         1,
-        description="Number of machines with equally many processes. More than 1: for slurm and kubernetes, with the "
-        "run's folder on a file system that all machines share.",
+        description="Number of machines, which all run the same number of processes. More than 1 needs the target "
+        "slurm or kubernetes, and a folder of runs that all machines share.",
     )
     processes: PositiveInt = Field(
         1,
-        description="Processes that train together, counted over all nodes, each with per_device_train_batch_size "
-        "examples and, if there are GPUs, one of them.",
+        description="Number of processes that train together, over all nodes. Each process trains "
+        "per_device_train_batch_size examples in a forward pass, on its own GPU if there are GPUs.",
     )
     sharding: Literal["none", "fsdp2"] = Field(
-        "none", description="none: each process holds the whole model (DDP); fsdp2: a part of it."
+        "none",
+        description="none: each process holds the whole model (DDP). fsdp2: each process holds a part of the model "
+        "(FSDP2).",
     )
     peer_timeout_min: Annotated[float, Field(gt=0)] = Field(
         10.0,
-        description="Minutes that a process waits for the others, for example while one downloads or writes a "
-        "checkpoint. Then the run ends.",
+        description="Minutes that a process waits for the others, for example while one of them downloads or writes a "
+        "checkpoint. After that, the run ends.",
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables of the worker, which gets only these and a fixed list. No secrets: other "
-        "users of the machine can read them.",
+        description="Environment variables of the worker. It gets only these and a fixed list. Do not write secrets "
+        "here: other users of the machine can read them.",
     )
     # Whether the class's kind of target can start a run on several machines.
     spans_nodes: ClassVar[bool] = False
@@ -688,12 +800,16 @@ class TargetOptions(Section):
         for name, value in env.items():
             if not VARIABLE_NAME.fullmatch(name):
                 raise ValueError(
-                    f"names have letters, digits and _, and do not begin with a digit; got {shorten(repr(name))}"
+                    "the name of an environment variable has only letters, digits and _, and does not begin "
+                    f"with a digit, got {shorten(repr(name))}"
                 )
             if "\0" in value:
-                raise ValueError(f"{name} has a NUL character, which is not allowed")
+                raise ValueError(f"the value of {name} must not contain a NUL character")
             if SECRET.search(name):
-                raise ValueError(f"{name} looks like a secret, and a container's environment is public: mount a file")
+                raise ValueError(
+                    f"{name} looks like a secret, but other users can read a container's environment: mount a file "
+                    "instead"
+                )
         return env
 
     @model_validator(mode="after")
@@ -712,22 +828,24 @@ class TrackingSection(Section):
 
     uri: str | None = Field(
         None,
-        description="MLflow store, without a password; null: MLFLOW_TRACKING_URI, else the default database.",
+        description="Address of an MLflow store, without a password; null: that of MLFLOW_TRACKING_URI, or else "
+        "SparseBP's own database.",
     )
-    experiment: str = Field("sparsebp", min_length=1, max_length=250, description="MLflow experiment.")
+    experiment: str = Field("sparsebp", min_length=1, max_length=250, description="Name of the MLflow experiment.")
     tags: dict[str, str] = Field(
-        default_factory=dict, description="Additional MLflow tags, such as {figure: one}, by which runs can be found."
+        default_factory=dict,
+        description="Additional MLflow tags of the run, such as {figure: one}. Runs can be found by them.",
     )
 
     also: list[str] = Field(
         default_factory=list,
-        description="Other programs that show the run beside MLflow, while it lives: entry points of the group "
-        "sparsebp.trackers, such as tensorboard and trackio.",
+        description="Trackers, beside MLflow, that show the run while it trains: tensorboard, trackio, or one that a "
+        "package adds by the entry-point group sparsebp.trackers.",
     )
     code_diff: bool = Field(
         False,
-        description="Whether the plan and the store hold the uncommitted changes of imported files, in addition to "
-        "their digest; files whose changes may contain a credential are left out.",
+        description="Whether the run's plan and the MLflow store contain the uncommitted changes of imported files, "
+        "not only their digest. Files whose changes may contain a credential are left out.",
     )
 
     @field_validator("uri")
@@ -758,21 +876,32 @@ class Recipe(Section):
     version: Annotated[Literal[1], BeforeValidator(_refuse_other_ones)] = Field(
         description="Version of the recipe format."
     )
-    name: Name = Field(description="Name of the run: letters, digits, dot, dash, underscore. Default: the file's name.")
-    model: ModelSection = Field(description="The model: by name, or with random weights from a config.")
-    dataset: DatasetSection = Field(description="The data, and how it is tokenised.")
+    name: Name = Field(
+        description=(
+            "Name of the run, of letters, digits, dots, dashes and underscores. Default: the name of the file."
+        )
+    )
+    model: ModelSection = Field(
+        description="The model to train: one with a name, or one with random weights from a config."
+    )
+    dataset: DatasetSection = Field(description="The data, and how they become training examples.")
     schedule: list[PhaseSection] | None = Field(
-        None, description="Instead of policy: phases of the training, each with its own policies. null: one phase."
+        None,
+        description="Instead of policy: phases of the training, each with its own policies. null: one phase with the "
+        "policies under policy.",
     )
     policy: list[PolicyEntry] = Field(
         default_factory=lambda: [PolicyEntry(name="dense")],
-        description="Policies, applied in this order; empty: dense.",
+        description="Policies, which are applied in this order; empty: dense.",
     )
     backward: BackwardOptions = Field(default_factory=BackwardOptions)
     training: TrainingSection = Field(default_factory=TrainingSection)
     measure: MeasureSection = Field(default_factory=MeasureSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    target: TargetSection = Field(default_factory=TargetSection, description="The target, or its kind alone.")
+    target: TargetSection = Field(
+        default_factory=TargetSection,
+        description="Where the run trains: a section with kind and options, or only the name of a target.",
+    )
     tracking: TrackingSection = Field(default_factory=TrackingSection)
 
     @field_validator("schedule")
@@ -781,7 +910,7 @@ class Recipe(Section):
         if schedule is None:
             return None
         if len(schedule) < 2:
-            raise ValueError(f"needs 2 phases or more, got {len(schedule)}; one phase is written as policy")
+            raise ValueError(f"a schedule needs at least 2 phases, got {len(schedule)}; write one phase as policy")
         wrong = find_wrong_end([phase.until for phase in schedule])
         if wrong is not None:
             raise _error_at((wrong[0], "until"), schedule[wrong[0]].until, wrong[1])
@@ -794,7 +923,7 @@ class Recipe(Section):
         if recipe.schedule is None or isinstance(given, Recipe):
             return recipe
         if "policy" in recipe.model_fields_set:
-            raise _error_at(("schedule",), given, "give policy or schedule, got both")
+            raise _error_at(("schedule",), given, "give only one of policy and schedule, got both")
         # Store an empty policy, because readers would take dense for the whole training
         return recipe.model_copy(update={"policy": []})
 

@@ -86,11 +86,11 @@ def named_targets() -> dict[str, Node]:
     if tree is None:
         return {}
     if not isinstance(tree.content, dict):
-        raise tree.place.error(f"must be a mapping of names to targets, got {describe_kind(tree.plain)}")
+        raise tree.place.error(f"the file must map names to targets, got {describe_kind(tree.plain)}")
     kinds = entry_points(group=GROUP).names
     for name, node in tree.content.items():
         if name in kinds:
-            raise (node.key_place or node.place).error("is the name of a kind; choose another", name)
+            raise (node.key_place or node.place).error("is the name of a kind of target; choose another name", name)
         if not isinstance(node.content, dict):
             raise node.place.error(f"must be a mapping such as {{kind: docker}}, got {describe_kind(node.plain)}", name)
     return tree.content
@@ -151,7 +151,7 @@ def named_target_section(name: str) -> TargetSection:
         made, field_errors = None, describe_errors(error, TargetSection, section)
     if made is None or field_errors:
         if not field_errors:
-            raise UsageError(f"no target {name!r}")
+            raise UsageError(f"there is no target {name!r}")
         raise UsageError(": ".join(filter(None, (f"target {name}", field_errors[0].key, field_errors[0].text))))
     return made
 

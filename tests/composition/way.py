@@ -78,14 +78,17 @@ _REENTRANT = (
     "layer: enable checkpointing with use_reentrant=False"
 )
 _DROPPED = (
-    "{name} with reentrant checkpointing (at 'model'), which runs the backward of every layer: enable checkpointing "
-    "with use_reentrant=False"
+    "{name} does not support reentrant checkpointing (at 'model'), which runs the backward of every layer: enable "
+    "checkpointing with use_reentrant=False"
 )
 _QUANTIZED = (
     "{name} with quantised linears (at 'base_model.model.model.layers.0.self_attn.q_proj.base_layer') is not "
     "supported: quantised weights cannot be trained in part"
 )
-_PARTS = "parts of weights and reentrant checkpointing (at 'model'): enable checkpointing with use_reentrant=False"
+_PARTS = (
+    "parts of weights cannot be trained with reentrant checkpointing (at 'model'): enable checkpointing with "
+    "use_reentrant=False"
+)
 _CHECKPOINTED = (
     "segments and activation checkpointing (at 'model') in one model are not supported: switch checkpointing off, "
     "since segments also recompute layers"
@@ -115,7 +118,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
     if composition == "DDP" and way.label == "velora":
         return "VeLoRA keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
     if way.label == "greats" and composition.endswith("checkpointing"):
-        return "Greats and activation checkpointing (at 'model') are not supported: switch it off"
+        return "Greats does not support activation checkpointing (at 'model'): switch checkpointing off"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("PartSelector", "QLoRA"): _QUANTIZED.format(name=_class_of(way)),

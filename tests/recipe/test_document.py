@@ -34,7 +34,7 @@ BOMB = "a: &a [x, x]\n" + "".join(
         ("a: !x b", "r.yaml:1:4: a: a tag (!x) is not allowed in a recipe; write the plain value"),
         ("a: ! b", "r.yaml:1:4: a: a tag (!) is not allowed in a recipe; write the plain value"),
         ("<<: {a: 1}", "r.yaml:1:1: a merge key (<<) is not allowed in a recipe; use base:, or repeat the values"),
-        ("a: 1\n---\nb: 1", "r.yaml:2:1: a second document ('---') is not allowed in a recipe"),
+        ("a: 1\n---\nb: 1", "r.yaml:2:1: a recipe must be one YAML document, but a second one begins here ('---')"),
         ("1: a", "r.yaml:1:1: a key must be text, got 1 (a number); put it in quotes"),
         ("a: {true: b}", "r.yaml:1:5: a: a key must be text, got true; put it in quotes"),
         ("? [a]\n: b", "r.yaml:1:3: a key must be text, got a mapping or a list"),
@@ -44,8 +44,11 @@ BOMB = "a: &a [x, x]\n" + "".join(
         ('a: "\\e[2J"', "r.yaml:1:4: a: a control character is not allowed in a value, got '\\x1b[2J'"),
         ('a: "\\uD800"', "r.yaml:1:4: a: a control character is not allowed in a value, got '\\ud800'"),
         ('a: "\\UFFFFFFFF"', "r.yaml:1:7: not YAML: an escaped character (\\U...) or a number is out of range"),
-        ("", "r.yaml:1:1: empty: a recipe needs at least version, model and dataset"),
-        ("# only words\n", "r.yaml:1:1: empty: a recipe needs at least version, model and dataset"),
+        ("", "r.yaml:1:1: the file is empty, but a recipe needs at least the keys version, model and dataset"),
+        (
+            "# only words\n",
+            "r.yaml:1:1: the file is empty, but a recipe needs at least the keys version, model and dataset",
+        ),
         ("- a", "r.yaml:1:1: a recipe must be a mapping, got a list"),
         ("abc", "r.yaml:1:1: a recipe must be a mapping, got text"),
         ("training:\n\tmax_steps: 5", "r.yaml:2:1: a tab cannot indent; use spaces"),
@@ -59,8 +62,8 @@ BOMB = "a: &a [x, x]\n" + "".join(
         ("a: 'b' c", "r.yaml:1:8: text after a closing quote: put the whole value in quotes"),
         ("a: - b", "r.yaml:1:4: a '-' is not allowed here: each item of a list starts its own line"),
         ('a: "C:\\q"', "r.yaml:1:8: a backslash between double quotes must be doubled; or use single quotes"),
-        ("a: " + "[" * 9999, f"r.yaml:1:{DEEPEST + 3}: nested deeper than {DEEPEST} levels"),
-        ("- " * 9999, f"r.yaml:1:{2 * DEEPEST + 1}: nested deeper than {DEEPEST} levels"),
+        ("a: " + "[" * 9999, f"r.yaml:1:{DEEPEST + 3}: nested too deeply: at most {DEEPEST} levels are allowed"),
+        ("- " * 9999, f"r.yaml:1:{2 * DEEPEST + 1}: nested too deeply: at most {DEEPEST} levels are allowed"),
         ("a: .nan", "r.yaml:1:4: a: must be a finite number, got .nan; if it is meant as text, put it in quotes"),
         ("a: -.inf", "r.yaml:1:4: a: must be a finite number, got -.inf; if it is meant as text, put it in quotes"),
         ("a: 1e999", "r.yaml:1:4: a: is too large for a number, got 1e999; if it is meant as text, put it in quotes"),
@@ -142,10 +145,10 @@ def test_positions_are_right_after_a_byte_order_mark_and_windows_line_endings(re
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"a: 1\nb: \xff", "r.yaml:2:4: not UTF-8 text: got byte 0xff"),
-        ("a: é".encode() + b"\xe9", "r.yaml:1:5: not UTF-8 text: got byte 0xe9"),
-        ("a: 1".encode("utf-16"), "r.yaml:1:1: not UTF-8 text: got byte 0xff"),
-        (b"a: " + b"x" * LARGEST_BYTES, "r.yaml: too large for a recipe: more than 64 KiB"),
+        (b"a: 1\nb: \xff", "r.yaml:2:4: the file must be UTF-8 text, got the byte 0xff"),
+        ("a: é".encode() + b"\xe9", "r.yaml:1:5: the file must be UTF-8 text, got the byte 0xe9"),
+        ("a: 1".encode("utf-16"), "r.yaml:1:1: the file must be UTF-8 text, got the byte 0xff"),
+        (b"a: " + b"x" * LARGEST_BYTES, "r.yaml: the file is too large for a recipe, at most 64 KiB are allowed"),
     ],
 )
 def test_files_that_are_not_small_utf8_text_are_refused(refuse: Refuse, content: bytes, expected: str) -> None:

@@ -65,12 +65,12 @@ def test_an_error_in_the_base_names_the_base(refuse: Refuse) -> None:
     Path("b.yaml").write_text("a: *x\n")
     assert refuse("base: b.yaml\n").startswith("b.yaml:1:4: a: an alias")
     Path("b.yaml").write_text("")
-    assert refuse("base: b.yaml\n").startswith("b.yaml:1:1: empty")
+    assert refuse("base: b.yaml\n").startswith("b.yaml:1:1: the file is empty")
 
 
 def test_a_base_has_no_base_and_no_recipe_is_its_own(refuse: Refuse) -> None:
     Path("b.yaml").write_text("base: c.yaml\n")
-    expected = "b.yaml:1:1: base: a base cannot have a base itself"
+    expected = "b.yaml:1:1: base: the recipe that base names must not have a base itself"
     assert refuse("base: b.yaml\n") == expected
     assert refuse("base: r.yaml\n") == expected.replace("b.yaml", "r.yaml")
 
@@ -83,8 +83,8 @@ def test_a_base_has_no_base_and_no_recipe_is_its_own(refuse: Refuse) -> None:
         ("''", "must be the path of a recipe, got '' (text)"),
         ("[a]", "must be the path of a recipe, got a list"),
         ("quikstart.yaml", "quikstart.yaml: no such file; did you mean quickstart.yaml?"),
-        ("..", "must be a recipe, whose name ends in .yaml, got '..'"),
-        ("/dev/zero", "must be a recipe, whose name ends in .yaml, got '/dev/zero'"),
+        ("..", "must be the path of a recipe that ends in .yaml or .yml, got '..'"),
+        ("/dev/zero", "must be the path of a recipe that ends in .yaml or .yml, got '/dev/zero'"),
         ("b.yaml/c.yaml", "b.yaml/c.yaml: cannot be read: not a directory"),
         ("../b.yaml", "must be in the folder of r.yaml or below it, got '../b.yaml'"),
         ("/etc/b.yaml", "must be in the folder of r.yaml or below it, got '/etc/b.yaml'"),

@@ -61,7 +61,9 @@ def test_wrong_options_are_named_at_their_place(refuse: Refuse, entry: str, expe
 
 
 def test_an_entry_without_a_name_is_refused(refuse: Refuse) -> None:
-    assert refuse(SMALL + "policy:\n  - keep: 1\n").startswith("r.yaml:6:5: policy.0.name: missing (A name that")
+    assert refuse(SMALL + "policy:\n  - keep: 1\n").startswith(
+        "r.yaml:6:5: policy.0.name: missing (Name of a policy that"
+    )
 
 
 def test_defaults_are_filled_in_and_a_whole_number_does_for_a_share(read: Read) -> None:

@@ -86,9 +86,9 @@ def test_a_schedule_is_described_in_one_line(read: Read, text: str, line: str) -
         (
             "  - {policy: dense}\n",
             "",
-            "6:1: schedule: needs 2 phases or more, got 1; one phase is written as policy",
+            "6:1: schedule: a schedule needs at least 2 phases, got 1; write one phase as policy",
         ),
-        ("schedule:", "policy: dense\nschedule:", "7:1: schedule: give policy or schedule, got both"),
+        ("schedule:", "policy: dense\nschedule:", "7:1: schedule: give only one of policy and schedule, got both"),
         (
             "{policy: dense}",
             "{policy: dens}",

@@ -89,7 +89,10 @@ TRAINING = SMALL + "training:\n  "
             "4:35: dataset.eval_fraction: must be in (0, 1), got 1",
         ),
         (SMALL + "tracking: {experiment: ''}", "5:24: tracking.experiment: must be at least 1 character long, got ''"),
-        (SMALL.replace("name: austen-llama", ""), "3:1: model: give name, or a config for random weights"),
+        (
+            SMALL.replace("name: austen-llama", ""),
+            "3:1: model: give either name, or config for a model with random weights",
+        ),
         (
             SMALL.replace("austen-llama", "x, config: {model_type: gpt2}"),
             "3:1: model: give either name or config, not both",
@@ -199,11 +202,11 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
         (SMALL + "lora_r: 8", "in a recipe, model.lora.r does it"),
         (
             TRAINING + "warmup_ratio: 0.1\n  warmup_steps: 3",
-            "training: give warmup_steps or warmup_ratio, got both (3 and 0.1)",
+            "training: give only one of warmup_steps and warmup_ratio, got both (3 and 0.1)",
         ),
         (
             TRAINING + "weight_decay: 0.1\n  optim_args: {weight_decay: 0.1}",
-            "training: give weight_decay or optim_args.weight_decay, got both",
+            "training: give only one of weight_decay and optim_args.weight_decay, got both",
         ),
     ],
 )
