@@ -23,7 +23,7 @@ from sparsebp_cli.run import History, RunFolder
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
 
-THIN = "Keep only evaluations and FLOPs of a study's tuning runs, which need about an eighth of the space."
+THIN = "Keep only evaluations and FLOPs of the study's tuning runs. These runs then need about an eighth of the space."
 
 
 def archive(

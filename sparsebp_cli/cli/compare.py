@@ -52,18 +52,21 @@ class Axis(StrEnum):
     WALL_TIME = "wall_time"
 
 
-RUNS = "Runs: ids, their beginnings, names, @last, @N, @STUDY, TAG=VALUE, folders. Default: those of --where."
+RUNS = (
+    "Runs: ids, beginnings of ids, names, @last, @N, @STUDY, TAG=VALUE or folders. Default: the runs that --where "
+    "selects."
+)
 WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'."
 STUDY = "Compare the runs that this study reports, and list its tuning below."
 FROM = "Read runs from here: a folder of runs, an archive, or an MLflow store (sqlite:///..., http://...)."
-MARGIN = "The largest loss of quality that would not matter: eval/loss=0.01."
+MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
 REDUCE = "Which value represents a run: final, best, or mean:K of the last K evaluations."
-BETTER = "Which direction of --metric is better, if its name does not show it."
-GROUP_BY = "Group runs by these recipe keys only: policy.name,learning_rate."
-IGNORE = "Ignore these recipe keys when grouping runs: output_dir,logging_steps."
-SEED_PARAM = "The parameter that holds the seed, in runs of other programs."
+BETTER = "Whether lower or higher values of --metric are better, if its name does not show it."
+GROUP_BY = "Group runs by these recipe keys only, such as policy.name,learning_rate."
+IGNORE = "Ignore these recipe keys when grouping runs, such as output_dir,logging_steps."
+SEED_PARAM = "Name of the parameter that contains the seed, in runs of other programs."
 REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
-FAIL_IF = "Exit with 1 if a group of runs meets this condition: 'eval/loss.delta.high > 0.02'."
+FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
 PNG = "Also draw the overview, or the plot of --curves, into this file (.png, .svg, .pdf)."
 REST = "more: --all (every table), --html FILE (a page); `show RUN` has one run"
 SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
@@ -135,7 +138,12 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Show only the parts of a step's memory.", rich_help_panel=SHOW)
+        bool,
+        typer.Option(
+            "--memory",
+            help="Show only how much memory of a step each part needs, such as weights and gradients.",
+            rich_help_panel=SHOW,
+        ),
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every table, with an explanation of its columns.", rich_help_panel=SHOW)
@@ -228,7 +236,7 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[l
     else:
         found, origin = local_candidates(None if place is None else find_folder(place)), place or str(home())
     if not found and place is not None:
-        raise UsageError(f"--from {origin}: there are no runs")
+        raise UsageError(f"--from {origin} contains no runs")
     chosen = choose(found, words, where, origin)
     loaded, unreadable = load_all(chosen)
     return loaded, [*unreadable, *describe_left_out(found, chosen)]
@@ -306,9 +314,9 @@ def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool,
     }
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
     if len(kinds) > 1:
-        raise UsageError(f"choose one of --curves, --pareto, --layers, --memory, got {len(kinds)}")
+        raise UsageError(f"give only one of --curves, --pareto, --layers and --memory, got {len(kinds)}")
     if x is not Axis.STEP and curves is None:
-        raise UsageError("--x goes with --curves METRIC")
+        raise UsageError("--x needs --curves METRIC")
     if kinds not in ([], ["curves"]) and output in {ComparisonFormat.JSON, ComparisonFormat.CSV}:
         raise UsageError(f"-o {output} prints everything: leave out --{kinds[0]}")
     return View(kinds[0] if kinds else "overview", curves, x.value)

@@ -27,7 +27,8 @@ def resume(
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="Continue although this field or section has changed: training.seed, code, data. Can be repeated.",
+            help="Continue even if this field or section has changed, such as training.seed, code or data. Can be "
+            "repeated.",
         ),
     ] = None,
     cancelled: Annotated[bool, typer.Option("--cancelled", help="Continue cancelled runs too.")] = False,
@@ -102,7 +103,10 @@ def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
 def cancel(
     runs: ManyRuns,
     grace: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Seconds for a last checkpoint, before the run is killed.")
+        float,
+        typer.Option(
+            min=0.0, metavar="SECONDS", help="Seconds in which the run can write a last checkpoint before it is killed."
+        ),
     ] = 30.0,
     output: Format = Output.TABLE,
 ) -> None:

@@ -73,7 +73,7 @@ def prune(
     unfinished = [folder for folder in folders if folder.state() is not State.FINISHED]
     if runs and unfinished:
         folder = unfinished[0]
-        raise UsageError(f"run {folder.run_id} is {folder.state()}: only finished runs can lose their checkpoints")
+        raise UsageError(f"run {folder.run_id} is {folder.state()}: only checkpoints of finished runs can be deleted")
     freed = []
     for folder in folders:
         places = [] if folder in unfinished else _find_superfluous(folder)

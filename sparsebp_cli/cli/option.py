@@ -10,7 +10,7 @@ import typer
 from sparsebp_cli.cli.completion import complete_change, complete_recipe, complete_run
 from sparsebp_cli.cli.screen import Output
 
-RUN_HELP = "An id, its beginning, a recipe's name, @last, @N for the newest N, or @TAG."
+RUN_HELP = "A run: its id, the beginning of the id, a recipe's name, @last, @N for the newest N runs, or @TAG."
 
 RECIPE_HELP = "Recipe files (YAML), or names of `sparsebp recipes`."
 
@@ -53,12 +53,15 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a key of the recipe: training.max_steps=50; ~KEY removes it. Can be repeated.",
+        help="Change a key of the recipe, such as training.max_steps=50. ~KEY removes a key. Can be repeated.",
         autocompletion=complete_change,
     ),
 ]
 Seeds = Annotated[
-    str | None, typer.Option("--seeds", metavar="LIST", help="Train one run for each of these seeds: 0-4 or 0,2,5.")
+    str | None,
+    typer.Option("--seeds", metavar="LIST", help="Train one run for each of these seeds, such as 0-4 or 0,2,5."),
 ]
-Detach = Annotated[bool, typer.Option("--detach", "-d", help="Start, print the run's id, and return.")]
+Detach = Annotated[
+    bool, typer.Option("--detach", "-d", help="Start in the background, print the ids of the runs, and return.")
+]
 Format = Annotated[Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.")]

@@ -33,8 +33,14 @@ STYLES = {"finished": "green", "failed": "red", "running": "cyan", "interrupted"
 WATCH_SECONDS = 1.0
 
 WHERE = "Show only runs that meet this condition: 'policy=topk and eval/loss<3', tag=best, state!=finished."
-SORT = "Sort by a column: eval/loss; -eval/loss for the highest first. Runs without a value come last."
-COLUMNS = "Columns to show: names, recipe keys, metrics, tag.NAME, such as run,seed,training.learning_rate,eval/loss."
+SORT = (
+    "Sort by a column, such as eval/loss for the lowest first, or -eval/loss for the highest. Runs without a value "
+    "come last."
+)
+COLUMNS = (
+    "Columns to show: names of columns, recipe keys, metrics or tag.NAME. Example: "
+    "run,seed,training.learning_rate,eval/loss."
+)
 
 # Map the heading of a column to its value.
 COLUMN: dict[str, Callable[[RunLine], object]] = {

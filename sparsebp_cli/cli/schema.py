@@ -36,7 +36,7 @@ def schema(
     from sparsebp_cli.recipe import recipe_schema
 
     if study + every + skill > 1:
-        raise UsageError("choose one of --study, --all, --skill")
+        raise UsageError("give only one of --study, --all and --skill")
     if skill and output is Output.JSON:
         raise UsageError("--skill prints Markdown: leave out -o json")
     if skill:

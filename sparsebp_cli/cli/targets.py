@@ -49,7 +49,9 @@ def targets(
     action: Annotated[Action | None, typer.Argument(metavar="check", help="Check that targets work.")] = None,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Kinds, or names of targets.yaml.", autocompletion=complete_target),
+        typer.Argument(
+            metavar="NAME", help="Kinds of targets, or names in targets.yaml.", autocompletion=complete_target
+        ),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:

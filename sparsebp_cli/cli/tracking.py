@@ -19,7 +19,8 @@ from sparsebp_cli.run import RunFolder, list_runs
 from sparsebp_cli.tracker.contract import STORE, find_feeder
 
 TO_HELP = (
-    "Send to mlflow, tensorboard, trackio or a plug-in's tracker. Can be repeated. Default: mlflow, tracking.also."
+    "Tracker to send to: mlflow, tensorboard, trackio or one of a plug-in. Can be repeated. Default: mlflow and "
+    "tracking.also."
 )
 
 
@@ -30,7 +31,8 @@ def sync(
         str | None,
         typer.Option(
             metavar="URI",
-            help="Send to this server or database, instead of the one in the run's recipe or in this environment.",
+            help="Address of the MLflow server or database, instead of the one in the run's recipe or in "
+            "MLFLOW_TRACKING_URI.",
         ),
     ] = None,
     to: Annotated[list[str] | None, typer.Option("--to", metavar="NAME", help=TO_HELP)] = None,

@@ -26,10 +26,8 @@ Probing = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help=(
-            "Also compute the first step, but update no weight. Then print its cost relative to dense and the "
-            "largest possible gain."
-        ),
+        help="Also compute the first step, but update no weight. Then print its cost relative to dense and the "
+        "largest possible gain.",
     ),
 ]
 
@@ -39,10 +37,8 @@ Forecasting = Annotated[
     bool,
     typer.Option(
         "--memory",
-        help=(
-            "Only forecast the memory of a step, and list changes that need less. No weights are loaded: "
-            "config.json is enough."
-        ),
+        help="Only forecast the memory of a step, and list changes that need less. No weights are loaded: config.json "
+        "is enough.",
         rich_help_panel=FORECAST,
     ),
 ]
@@ -51,9 +47,8 @@ Gpu = Annotated[
     typer.Option(
         "--gpu",
         metavar="NAME",
-        help=(
-            "With --memory: the device, such as h100-80gb, or a memory size, such as 48gb. Default: this machine's CPU."
-        ),
+        help="With --memory: the device, such as h100-80gb, or a memory size, such as 48gb. Default: this machine's "
+        "CPU.",
         rich_help_panel=FORECAST,
     ),
 ]
@@ -62,10 +57,8 @@ Rate = Annotated[
     typer.Option(
         "--rate",
         metavar="TFLOPS|RUN",
-        help=(
-            "With --memory: the speed from which hours of training are estimated, in TFLOP/s, or a run that "
-            "measured it."
-        ),
+        help="With --memory: the speed from which hours of training are estimated, in TFLOP/s, or a run that measured "
+        "it.",
         rich_help_panel=FORECAST,
     ),
 ]

@@ -125,7 +125,9 @@ def _check_size(member: tarfile.TarInfo) -> None:
     name = PurePosixPath(member.name).name
     largest = {JOURNAL: LARGEST_BYTES, PLAN: LARGEST_PLAN}.get(name, LARGEST_SMALL)
     if member.size > largest:
-        raise BudgetError(f"{name} may have {largest} bytes, this one has {member.size}")
+        raise BudgetError(
+            f"the file {name} of an archive may have at most {largest} bytes, but this one has {member.size}"
+        )
 
 
 def _remove_left() -> None:

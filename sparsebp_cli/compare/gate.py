@@ -107,14 +107,14 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
     for name in condition.names:
         label, _, figure = name.rpartition(":")
         if label and label not in labels:
-            raise UsageError(f"--fail-if: no group is called {label!r}; there are {', '.join(labels)}")
+            raise UsageError(f"--fail-if: no group is called {label!r}; the groups are {', '.join(labels)}")
         if figure not in known:
             near = did_you_mean(figure, known)
-            raise UsageError(f"--fail-if: unknown figure {figure!r}, allowed: {', '.join(known)}{near}")
+            raise UsageError(f"--fail-if: no number is called {figure!r}, allowed: {', '.join(known)}{near}")
         named += [label] if label else []
     plain = sum(":" not in name for name in condition.names)
     if named and plain:
-        raise UsageError("--fail-if: write GROUP: before every number, or before none")
+        raise UsageError("--fail-if: write 'GROUP:' before every number, or before none")
     return named
 
 

@@ -50,7 +50,7 @@ class Grouping:
         known = dict.fromkeys(key for run in runs for key in run.flat)
         for key in keys:
             if not any(_is_named(path, key) for path in known):
-                raise UsageError(f"{option}: no run has {key!r}{did_you_mean(key, list(known))}")
+                raise UsageError(f"{option}: no run has the key {key!r}{did_you_mean(key, list(known))}")
 
     def _place(self, run: LoadedRun) -> LoadedRun:
         if run.is_ours:

@@ -39,7 +39,7 @@ def picture(comparison: Comparison, path: Path, view: View | None = None) -> Pat
     ``UsageError`` for an unsupported view, another suffix or a missing folder."""
     check_path(path)
     if view is not None and view.kind not in ("overview", "curves"):
-        raise UsageError(f"a picture shows everything, or --curves METRIC: leave out --{view.kind}; --html draws it")
+        raise UsageError(f"a picture shows the overview, or --curves METRIC: leave out --{view.kind}; --html draws it")
     view = view or View()
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -158,7 +158,7 @@ def find_declared(runs: Iterable[LoadedRun], metric: str) -> Metric | None:
     declared = [run.history.facts.get("metrics", {}) for run in runs]
     ways = sorted({one[metric]["better"] for one in declared if metric in one})
     if len(ways) > 1 and metric not in METRICS:
-        raise UsageError(f"some of these runs declare {metric} better when {ways[0]}, others when {ways[1]}")
+        raise UsageError(f"some of these runs declare that {metric} is better when {ways[0]}, others when {ways[1]}")
     return find_known(metric, declared)
 
 
@@ -203,7 +203,7 @@ def check_logged(runs: Sequence[LoadedRun], name: str, option: str) -> None:
     if name not in logged:
         shown = ", ".join(name for name in logged if name.startswith(("eval/", "train/"))) or "none yet"
         near = did_you_mean(name, logged)
-        raise UsageError(f"{option} must be one that these runs logged ({shown}, ...), got {name!r}{near}")
+        raise UsageError(f"{option} must be a metric that these runs logged ({shown}, ...), got {name!r}{near}")
 
 
 def label_groups(members: Members) -> dict[str, str]:

@@ -154,7 +154,7 @@ def memory_trace(
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"memory can be traced on cpu and cuda, got {where.type}")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device must be one of this machine's, got {str(where)!r}")
+        raise UsageError(f"device must be a device of this machine, got {str(where)!r}")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     return MemoryTrace(model, optimizer, also, torch.device("cpu") if where.type == "cpu" else where)

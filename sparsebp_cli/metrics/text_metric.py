@@ -120,8 +120,8 @@ class TextMetric:
             mean = math.fsum(found[key]) / len(found[key])
             if not math.isclose(mean, whole[key], rel_tol=1e-6, abs_tol=1e-9):
                 raise DataError(
-                    f"metric {name!r} declares {key} as a mean over texts, but all texts together give "
-                    f"{whole[key]:.6g}, and the mean of single texts is {mean:.6g}"
+                    f"metric {name!r} declares {key} as the mean of one value per text: the mean is {mean:.6g}, "
+                    f"but the metric gives {whole[key]:.6g} for all texts together"
                 )
         return found
 

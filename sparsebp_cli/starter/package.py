@@ -14,7 +14,9 @@ def make_package(name: str) -> dict[str, str]:
     """Return the files of a package that offers a policy with this name. Raise ``UsageError`` if a policy cannot have
     it."""
     if not NAME.fullmatch(name):
-        raise UsageError(f"a policy's name is lower-case words, digits and single hyphens, got {name!r}")
+        raise UsageError(
+            f"the name of a policy must be lower-case words and digits, joined by single hyphens, got {name!r}"
+        )
     words = {
         "name": name,
         "package": f"sparsebp-{name}",

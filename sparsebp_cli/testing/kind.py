@@ -61,7 +61,7 @@ def check_kind(
         UsageError: ``policies`` is empty, or only one of ``make_model`` and ``loss`` is given.
     """
     if not policies or (make_model is None) != (loss is None):
-        raise UsageError("check_kind needs policies, and make_model and loss together or neither")
+        raise UsageError("check_kind needs at least one policy, and either both or neither of make_model and loss")
     _check_record(kind)
     trial = _Trial(make_model or Network, loss or _loss_of_network, given)
     dense = trial.train(None)
@@ -269,7 +269,7 @@ def _check_pair(kind: Kind, policy: Policy, trial: _Trial) -> None:
     except UnsupportedError as error:
         require(name in str(error), f"{name}: two of its kind are refused without a name: {error}")
     else:
-        raise AssertionError(f"{name}: two of its kind in one model are not refused")
+        raise AssertionError(f"{name}: attach must refuse two policies of this kind in one model, but accepts them")
 
 
 def _check_claim(policy: Policy, trial: _Trial) -> None:

@@ -132,7 +132,9 @@ def _check_fence(suite: _Suite, run: RunFolder) -> None:
         suite.target.submit(run)
     except RunBusyError:
         return
-    raise AssertionError("a run that is being worked on is not started again: submit() should raise RunBusyError")
+    raise AssertionError(
+        "submit() must raise RunBusyError for a run that is being worked on, but it started the run again"
+    )
 
 
 def _check_kill(suite: _Suite) -> None:

@@ -138,7 +138,7 @@ def find_tracker(name: str) -> Tracker:
     (entry,) = found.values()
     broken = f"tracker {name!r} of {find_source(entry)} is broken"
     if not NAME.fullmatch(name) or name == STORE:
-        raise UsageError(f"{broken}: its name must be small letters, digits, - and _, and not {STORE}")
+        raise UsageError(f"{broken}: its name must be lower-case letters, digits, - and _, and not {STORE}")
     try:
         tracker = entry.load()
     except Exception as error:  # a plugin may fail in any way

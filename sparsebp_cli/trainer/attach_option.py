@@ -43,7 +43,7 @@ class AttachOptions:
         """Make the policies, and refuse options that no trainer supports."""
         made = make_policies(policies)
         if schedule is not None and made:
-            raise UsageError("give policies or schedule, got both")
+            raise UsageError("give only one of policies and schedule, got both")
         backward = BackwardOptions.of(backward)
         names = ("update", "checkpointing")
         refuse(Setup((), {name: getattr(backward, name) for name in names} | {"loop": "trainer"}))

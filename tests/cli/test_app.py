@@ -337,7 +337,7 @@ def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain
     of_data = "print('{\"warnings\": []}')"
     for told, shown in (
         ({"lines": ["cost: 0.45 dense steps"], "values": {}}, "\n   cost: 0.45 dense steps\n"),
-        ({"error": "no such split", "code": 2}, "error: no such split\n"),
+        ({"error": "no such split", "code": 2}, "probed.yaml: no such split\n"),
     ):
         said = f"print('a library'); print({json.dumps(told)!r})"
         monkeypatch.setattr(

@@ -126,13 +126,13 @@ def test_views_pictures_and_the_report_are_written(call: Cli, study: list[RunFol
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--pareto", "--layers"], "choose one of --curves, --pareto, --layers, --memory, got 2"),
-        (["--x", "tokens"], "--x goes with --curves METRIC"),
+        (["--pareto", "--layers"], "give only one of --curves, --pareto, --layers and --memory, got 2"),
+        (["--x", "tokens"], "--x needs --curves METRIC"),
         (["--memory", "-o", "csv"], "-o csv prints everything: leave out --memory"),
         (["--reduce", "last"], "--reduce must be final, best, or mean:K"),
         (["--margin", "eval/loss"], "--margin must be a number above 0"),
         (["--margin", "eval/loss=1", "--metric", "train/loss"], "--margin names eval/loss, but --metric is train/loss"),
-        (["--curves", "eval/los"], "--curves must be one that these runs logged"),
+        (["--curves", "eval/los"], "--curves must be a metric that these runs logged"),
         (["--where", "keep<"], "--where: expected a value"),
     ],
 )

@@ -55,7 +55,7 @@ def test_epochs_become_the_steps_that_pass_over_all_examples(call, write) -> Non
 def test_a_key_for_each_is_one_too_many(call, write) -> None:
     done = call("validate", write("num_train_epochs: 1, max_steps: 3"))
     assert done.returncode == 2
-    assert "give max_steps or num_train_epochs, got both (3 and 1)" in done.stderr
+    assert "give only one of max_steps and num_train_epochs, got both (3 and 1)" in done.stderr
 
 
 def test_epochs_of_data_elsewhere_are_refused(call, write) -> None:

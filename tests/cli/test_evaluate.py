@@ -196,7 +196,9 @@ def test_what_has_no_model_is_refused(home_folder: Path, tmp_path: Path) -> None
     with pytest.raises(UsageError, match="is failed: it has no model"):
         _find(run.run_id)
     (tmp_path / "none").mkdir()
-    with pytest.raises(UsageError, match=r"none is neither a run nor a model's folder: it has no config\.json"):
+    with pytest.raises(
+        UsageError, match=r"none is neither a run nor the folder of a model, because it has no config\.json"
+    ):
         _find(str(tmp_path / "none"))
     with pytest.raises(RunNotFoundError):
         _find(str(tmp_path / "nowhere"))

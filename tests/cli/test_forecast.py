@@ -78,7 +78,7 @@ def test_words_that_are_no_device_or_no_rate_are_refused_before_anything_starts(
         (("--memory", "--gpu", "h100"), "--gpu: 'h100' is neither a size"),
         (("--gpu", "h100-80gb"), "--gpu needs --memory"),
         (("--rate", "1"), "--rate needs --memory"),
-        (("--memory", "--rate", "-1"), "--rate: must be TFLOP/s above 0, or a run, got '-1'"),
+        (("--memory", "--rate", "-1"), "--rate must be a number of TFLOP/s above 0, or a run, got '-1'"),
     ):
         done = cli("validate", recipe, *words)
         assert done.returncode == 2, words

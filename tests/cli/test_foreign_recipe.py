@@ -254,10 +254,10 @@ def test_the_recipe_of_local_data_validates(cli: Cli, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("- 1\n", "expected a mapping of keys"),
-        ("", "expected a mapping of keys"),
+        ("- 1\n", "must be a mapping of keys"),
+        ("", "must be a mapping of keys"),
         ("a: [\n", "theirs.yaml:2"),
-        ("never_heard: 3\n", "no key of it has a place in a recipe"),
+        ("never_heard: 3\n", "no key of this file can be converted"),
     ],
 )
 def test_other_files_are_refused_and_nothing_is_written(cli: Cli, tmp_path: Path, text: str, words: str) -> None:

@@ -70,7 +70,7 @@ def test_prune_refuses_a_run_that_is_named_and_not_finished(call: Cli, write_rec
     run = write_interrupted(write_recipe())
     done = call("prune", run.run_id)
     assert done.returncode == 2
-    assert done.stderr == f"error: run {run.run_id} is interrupted: only finished runs can lose their checkpoints\n"
+    assert done.stderr == f"error: run {run.run_id} is interrupted: only checkpoints of finished runs can be deleted\n"
     assert len(list((run.path / "checkpoints").iterdir())) == 2
 
 

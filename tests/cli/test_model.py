@@ -97,11 +97,11 @@ def test_what_a_run_does_not_have_is_refused_in_one_line(
         (("model", other.run_id, "--checkpoint", "last"), 2, f"run {other.run_id} has no checkpoint: it has none"),
         (("model", run.run_id, "--checkpoint", "best"), 2, "its recipe has no checkpoint.keep_best"),
         (("model", run.run_id, "--checkpoint", "soon"), 2, "--checkpoint must be last, best or a step, got 'soon'"),
-        (("model", "one.tar.gz"), 2, "one.tar.gz is an archive, which has no models"),
+        (("model", "one.tar.gz"), 2, "one.tar.gz is an archive, and archives contain no models"),
         (("model", run.run_id, "--public"), 2, "--public needs --push"),
         (("model", run.run_id, "--to", "fake.yaml"), 2, "fake.yaml exists and is not empty"),
         (("model", "mades"), 102, "did you mean made?"),
-        (("model", run.path / "model"), 2, "model is the folder of a model already: name the run where it was trained"),
+        (("model", run.path / "model"), 2, "model is already the folder of a model: name a run instead"),
     ):
         (tmp_path / "fake.yaml").touch()
         done = call(*words)
@@ -164,7 +164,7 @@ def test_a_converter_on_the_path_makes_the_file_in_the_type_of_the_weights(
     write_converter(tmp_path / "bin", 'echo no; echo "cannot read this model" >&2; exit 3')
     done = call("model", run.run_id, "--to", "out", "--gguf")
     assert done.returncode == 100
-    assert "ended with 3 and nothing was written: cannot read this model" in done.stderr
+    assert "ended with exit code 3, and nothing was written: cannot read this model" in done.stderr
     assert not (tmp_path / "out").exists()
     write_converter(tmp_path / "bin", 'printf GGUF > "$3"')
     assert call("model", run.run_id, "--to", "out", "--gguf").returncode == 0
@@ -309,7 +309,7 @@ def test_a_model_is_sent_to_a_hub_as_it_is_and_privately(
     }
     refused = cli("model", run.run_id, "--to", "out", "--push", "me/mine", real=True, **where, HF_TOKEN="hf_other")
     assert refused.returncode == 100
-    assert "error: --push: the hub cannot be used, nothing was written: " in refused.stderr
+    assert "error: --push cannot use the Hugging Face hub, and nothing was written: " in refused.stderr
     assert not (tmp_path / "out").exists()
     done = cli("model", run.run_id, "--to", "out", "--push", "me/mine", real=True, **where, HF_TOKEN="hf_known")
     assert done.returncode == 0, done.stderr
@@ -324,21 +324,26 @@ def test_a_model_is_sent_to_a_hub_as_it_is_and_privately(
         "model", run.run_id, "--to", "two", "--push", "me/mine", "--public", real=True, **where, HF_TOKEN="hf_known"
     )
     assert failed.returncode == 100
-    assert "error: two is written, but not sent: " in failed.stderr
-    assert "; `hf upload me/mine two .` sends it\n" in failed.stderr
+    assert "error: the model is in two, but could not be uploaded: " in failed.stderr
+    assert "; `hf upload me/mine two .` uploads it\n" in failed.stderr
     assert {file.name for file in (tmp_path / "two").iterdir()} >= FILES
 
 
 def test_a_hub_that_is_not_there_and_no_token_are_one_line(cli: Cli, run: RunFolder, tmp_path: Path) -> None:
     where = {"HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
     for options, environ, code, text in (
-        (("me/mine",), {}, 2, "--push needs a token of the hub: `hf auth login` keeps one, or set HF_TOKEN"),
+        (
+            ("me/mine",),
+            {},
+            2,
+            "--push needs a token of the Hugging Face hub: log in with `hf auth login`, or set HF_TOKEN",
+        ),
         (("me/../mine",), {}, 2, "--push: Repo id must"),
         (
             ("mine",),
             {"HF_TOKEN": "hf_known", "HF_HUB_OFFLINE": "1"},
             100,
-            "--push: the hub cannot be used, nothing was written: ",
+            "--push cannot use the Hugging Face hub, and nothing was written: ",
         ),
     ):
         done = cli("model", run.run_id, "--to", "out", "--push", *options, real=True, **(where | environ))

@@ -134,7 +134,7 @@ def test_a_word_that_is_a_study_too_means_the_same_in_every_command(call: Cli, t
         StudyRecord(name, "study.yaml", 0).save()
     for words in (["compare", "@best"], ["archive", "@best", "--to", "best.tar.gz"]):
         done = call(*words)
-        assert (done.returncode, done.stderr.count("@best is the name of a study and a tag")) == (2, 1)
+        assert (done.returncode, done.stderr.count("@best is the name of a study and also a tag")) == (2, 1)
     last = json.loads(call("compare", "@last", "-o", "json").stdout)
     assert [run["run_id"] for run in last["runs"]] == [three[2].run_id]
 

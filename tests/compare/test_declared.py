@@ -59,7 +59,7 @@ def test_an_option_against_the_declaration_and_two_declarations_are_refused(make
         compare_runs([one], Question(metric="eval/solved_error", better="lower"))
     turned = {"eval/solved_error": {"unit": "tasks", "better": "lower"}}
     other = make_run("dense", 1, facts={"metrics": turned}, metrics={"eval/solved_error": 1.0})
-    with pytest.raises(UsageError, match="declare eval/solved_error better when higher, others when lower"):
+    with pytest.raises(UsageError, match="declare that eval/solved_error is better when higher, others when lower"):
         compare_runs([one, other], metric="eval/solved_error")
 
 

@@ -145,7 +145,9 @@ def test_curves_are_thinned_evenly_and_keep_both_ends() -> None:
 
 
 def test_a_curve_that_no_run_logged_is_refused(make_run: MakeRun) -> None:
-    with pytest.raises(UsageError, match=r"^--curves must be one that these runs logged .*did you mean train/loss\?$"):
+    with pytest.raises(
+        UsageError, match=r"^--curves must be a metric that these runs logged .*did you mean train/loss\?$"
+    ):
         compare_runs([make_run()], Question(curves=("train/los",)))
 
 

@@ -124,7 +124,7 @@ def test_seeds_follow_from_the_ledger_and_from_nothing_that_is_known_before(home
 def test_a_question_has_one_judge_at_a_time(home_folder: Path) -> None:
     ledger = Ledger()
     with ledger.hold("q"):
-        with pytest.raises(RunBusyError, match="another judge works at this question"), Ledger().hold("q"):
+        with pytest.raises(RunBusyError, match="another judge command is working on this question"), Ledger().hold("q"):
             pass
         with Ledger().hold("other"):
             pass

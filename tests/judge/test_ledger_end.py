@@ -72,8 +72,8 @@ def test_a_ledger_that_is_shorter_than_an_answer_is_refused(file: Path, how: str
     assert Ledger().read().mark == found.book.mark
     cut(found.ledger, how)
     kept = home() / "judge" / "answers" / f"{found.question.digest}.json"
-    assert f"but {kept} needs one with {found.book.mark.lines} lines and 1 questions" in read_error()
-    with pytest.raises(UsageError, match="needs one with"):
+    assert f"but {kept} needs a ledger with {found.book.mark.lines} lines, 1 questions" in read_error()
+    with pytest.raises(UsageError, match="needs a ledger with"):
         make_session(file, BETTER).run()
 
 
@@ -81,7 +81,7 @@ def test_a_ledger_that_is_shorter_than_an_answer_is_refused(file: Path, how: str
 def test_a_ledger_that_is_shorter_than_the_plan_of_a_run_is_refused(file: Path, how: str) -> None:
     found = answer(make_session(file, WORSE))
     cut(found.ledger, how)
-    assert re.search(r"but \S+/runs/\S+/plan\.json needs one with", read_error())
+    assert re.search(r"but \S+/runs/\S+/plan\.json needs a ledger with", read_error())
 
 
 def test_a_ledger_that_goes_on_otherwise_after_its_end_was_cut_is_refused(file: Path, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_ledger_that_goes_on_otherwise_after_its_end_was_cut_is_refused(file: 
     for number in range(9):
         ask(elsewhere, f"another{number}")
     found.ledger.file.write_bytes(elsewhere.file.read_bytes())
-    assert f"has another line {found.book.mark.lines}, but" in read_error()
+    assert f"has a different line {found.book.mark.lines}, but" in read_error()
 
 
 def test_a_ledger_that_is_missing_while_its_answers_and_runs_are_there_is_refused(file: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_ledger_that_lost_a_question_while_a_judge_works_is_refused(home_folde
     ask(ledger, "lost")
     assert stake(ledger, "lost") == 1
     ledger.file.write_bytes(before)
-    with pytest.raises(UsageError, match=r"has 2 lines, but this command needs one with 4 lines and 2 questions"):
+    with pytest.raises(UsageError, match=r"has 2 lines, but this command needs a ledger with 4 lines, 2 questions"):
         ask(ledger, "next")
 
 
@@ -156,4 +156,4 @@ def test_a_script_that_was_judged_holds_how_far_the_ledger_went(
     cut(ledger, "the last five lines")
     capsys.readouterr()
     assert call() == 2
-    assert re.search(r"but \S+/process\.json needs one with", " ".join(capsys.readouterr().err.split()))
+    assert re.search(r"but \S+/process\.json needs a ledger with", " ".join(capsys.readouterr().err.split()))

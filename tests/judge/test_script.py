@@ -139,15 +139,15 @@ def test_the_command_runs_in_the_folder_where_it_was_typed(
         ((*WORDS,), "judge with --script needs a candidate: a branch, tag or commit"),
         (("better", *WORDS[:4], "--budget", "1h"), "needs --metric NAME:lower or NAME:higher"),
         (("better", *WORDS[:4], "--metric", "val_loss", "--budget", "1h"), "must be NAME:lower or NAME:higher"),
-        (("beter", *WORDS), "has no commit 'beter'; did you mean better?"),
-        (("base", *WORDS), "candidate base and baseline base are the same"),
-        (("better", *WORDS, "--set", "a=1"), "--set is for recipes"),
-        (("better", *WORDS, "--equal", "steps"), "--equal is for recipes"),
-        (("better", *WORDS[:6], "--final"), "--final is for recipes"),
-        (("better", *WORDS[:7], "3e15"), "--budget of a script must be a time"),
-        (("better", "--against", "base", "--metric", METRIC, "--budget", "1h"), "--metric is for --script"),
+        (("beter", *WORDS), "has no branch, tag or commit 'beter'; did you mean better?"),
+        (("base", *WORDS), "candidate base and baseline base are identical"),
+        (("better", *WORDS, "--set", "a=1"), "--set works only with recipes"),
+        (("better", *WORDS, "--equal", "steps"), "--equal works only with recipes"),
+        (("better", *WORDS[:6], "--final"), "--final works only with recipes"),
+        (("better", *WORDS[:7], "3e15"), "with --script, --budget must be a time"),
+        (("better", "--against", "base", "--metric", METRIC, "--budget", "1h"), "--metric works only with --script"),
         (("better", *WORDS, "--script", "python train.py"), "--script must contain {seed} in place of the seed"),
-        (("better", *WORDS, "--script", "python 'train.py {seed}"), "--script: No closing quotation"),
+        (("better", *WORDS, "--script", "python 'train.py {seed}"), "into words (No closing quotation)"),
         (("better", *WORDS, "--script", "./missing {seed}"), "--script: ./missing cannot be started at commit"),
     ],
 )
@@ -243,7 +243,7 @@ def test_files_that_only_a_filter_would_fetch_are_refused(repository: Path) -> N
     (repository / "w.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     git(repository, "-c", "filter.lfs.clean=cat", "add", ".")
     git(repository, "commit", "--quiet", "-m", "weights")
-    with pytest.raises(UsageError, match="has files in git-lfs, which a judge does not check out"):
+    with pytest.raises(UsageError, match="has files in git-lfs, which judge does not check out"):
         make_arms("HEAD")
 
 
@@ -254,11 +254,11 @@ def test_a_folder_without_a_repository_and_submodules_are_refused(
     git(repository, "submodule", "--quiet", "add", str(other), "part of it")
     git(repository, "commit", "--quiet", "-m", "part")
     assert call(monkeypatch, "HEAD", *WORDS) == 2
-    assert "has submodules, which a judge does not check out" in capsys.readouterr().err
+    assert "has submodules, which judge does not check out" in capsys.readouterr().err
     (tmp_path / "none").mkdir()
     monkeypatch.chdir(tmp_path / "none")
     assert call(monkeypatch, "better", *WORDS) == 2
-    assert "repository; " + str(tmp_path / "none") + " is in none" in " ".join(capsys.readouterr().err.split())
+    assert "repository, but " + str(tmp_path / "none") + " is in none" in " ".join(capsys.readouterr().err.split())
 
 
 def test_changes_that_no_commit_has_are_said(

@@ -110,7 +110,7 @@ def test_another_effect_margin_or_worst_case_is_refused_once_asked(file: Path) -
 
 
 def test_sides_that_are_one_or_validated_differently_are_refused(file: Path) -> None:
-    with pytest.raises(UsageError, match="are the same"):
+    with pytest.raises(UsageError, match="are identical"):
         make_session(file, "name=other")
     with pytest.raises(UsageError, match=r"make dataset\.max_seq_length the same"):
         make_session(file, "dataset.max_seq_length=64")
@@ -132,14 +132,14 @@ def test_the_test_split_opens_once_and_for_a_kept_candidate_alone(file: Path) ->
     assert len(list_runs()) == runs
     other = make_session(file, "training.learning_rate=0.6", gain=0)
     other.run()
-    with pytest.raises(UsageError, match="has used the test split of these data"):
+    with pytest.raises(UsageError, match="has already used the test split of these data"):
         other.open_test()
 
 
 def test_a_run_without_a_result_stops_the_judge_and_is_no_look(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(file, BETTER)
     monkeypatch.setattr(session.arms, "read", lambda trial, metric="": None)
-    with pytest.raises(RunFailedError, match="has no eval/loss after its last step"):
+    with pytest.raises(RunFailedError, match="has no value of eval/loss after its last step"):
         session.run()
     assert session.book.questions[session.proposal.digest].looks == {}
     assert answer(make_session(file, BETTER)).outcome == "better"

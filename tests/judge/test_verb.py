@@ -108,8 +108,8 @@ def test_a_candidate_is_a_recipe_a_policy_or_a_change(
         ((*WORDS, "--set", "training.weight_decay=0.1", "--budget", "soon"), "--budget must be a time"),
         ((*WORDS, "--set", "training.weight_decay=0.1", "--final"), "run judge without --final first"),
         ((*BETTER, "--effect", "-1"), "--effect must be a number above 0"),
-        ((*BETTER, "--margin", "eval/accuracy=1"), "must name the metric that decides, eval/loss, got eval/accuracy"),
-        ((*WORDS, "--set", "name=new", "--budget", "1h"), "are the same"),
+        ((*BETTER, "--margin", "eval/accuracy=1"), "must name eval/loss, the metric that decides, got eval/accuracy"),
+        ((*WORDS, "--set", "name=new", "--budget", "1h"), "are identical"),
         (("judge", "nosuch", *WORDS[1:], "--budget", "1h"), "no file 'nosuch'"),
     ],
 )

@@ -359,7 +359,7 @@ def test_a_task_of_ours_is_checked_by_its_name(place: Path) -> None:
     assert done.returncode == 1
     assert "tiny.tar.gz" in done.stdout
     assert (
-        "no task 'tinny'; there are tiny"
+        "no task 'tinny'; its tasks are tiny"
         in COMMAND.run("leaderboard", "check", "tinny", "--rules", "board", cwd=place).stderr
     )
     listed = read_document(COMMAND.run("leaderboard", "--rules", "board", "-o", "json", cwd=place).stdout)

@@ -156,7 +156,7 @@ def test_what_cannot_be_traced_is_refused_in_one_line() -> None:
     [
         (lambda: sbp.memory_trace(None), "model must be an nn.Module, got NoneType"),
         (lambda: sbp.memory_trace(stack(), device="nowhere"), "device must be cpu, cuda or cuda:NUMBER, got 'nowhere'"),
-        (lambda: sbp.memory_trace(stack(), device="cuda:99"), "device must be one of this machine's, got 'cuda:99'"),
+        (lambda: sbp.memory_trace(stack(), device="cuda:99"), "device must be a device of this machine, got 'cuda:99'"),
         (lambda: sbp.memory_trace(stack()).begin("update"), "inside the trace's block"),
         (lambda: sbp.memory_trace(stack()).begin("rest"), "phase must be one of forward, backward, update, got 'rest'"),
     ],

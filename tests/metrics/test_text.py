@@ -145,7 +145,7 @@ def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
     metric = TextMetric(compute, {"longest": Figure("lower", is_mean=True)})
     with pytest.raises(
         DataError,
-        match="declares longest as a mean over texts, but all texts together give 4, and the mean of single texts is 3",
+        match="one value per text: the mean is 3, but the metric gives 4 for all texts together",
     ):
         metric.measure_each("mine", ["four", "ab"], ["", ""], {"row": [1, 2]})
 

@@ -116,7 +116,7 @@ def test_choices_follow_from_the_archive_in_an_empty_home(cli: Cli, archived: Pa
     compared = cli("compare", "--study", "tiny", "--from", archived, "--all")
     assert compared.returncode == 0
     assert "Tuning, not compared" in compared.stdout
-    assert "has no list of study tini" in cli("compare", "--study", "tini", "--from", archived).stderr
+    assert "does not contain the study tini" in cli("compare", "--study", "tini", "--from", archived).stderr
 
 
 def test_a_trial_that_was_changed_is_named(cli: Cli, archived: Path) -> None:
@@ -167,7 +167,7 @@ def test_an_archive_of_runs_alone_says_how_to_make_one(cli: Cli, write_study: Wr
     cli("archive", *[run.run_id for run in list_trials("report")], "--to", "report.tar.gz")
     done = cli("study", "study.yaml", "--from", "report.tar.gz")
     assert done.returncode != 0
-    assert "`sparsebp archive @tiny --to FILE` writes one" in done.stderr
+    assert "`sparsebp archive @tiny --to FILE` writes an archive" in done.stderr
     assert cli("study", "study.yaml", "--from", "report.tar.gz", "--again").returncode != 0
     assert "must be an archive" in cli("study", "study.yaml", "--from", "none.tar.gz").stderr
 

@@ -86,7 +86,7 @@ def test_verbs_for_several_runs_take_a_study_by_its_name(cli: Cli, write_study: 
         assert [run for run in list_runs() if f"newest-{name}" in Labels.load(run.path).tags] == [newest]
     (home() / "studies" / "paper.json").write_text((home() / "studies" / "tiny.json").read_text())
     done = cli("rm", "@paper", "--yes")
-    assert (done.returncode, "@paper is the name of a study and a tag" in done.stderr) == (2, True)
+    assert (done.returncode, "@paper is the name of a study and also a tag" in done.stderr) == (2, True)
     assert {run.run_id for run in list_runs()} == runs
     done = cli("rm", "@tiny", "--yes")
     assert done.returncode == 0, done.stderr

@@ -259,7 +259,7 @@ def test_a_task_keeps_the_schema_of_skypilot() -> None:
 
 @pytest.mark.parametrize("export", [export_sky, export_dstack])
 def test_one_task_is_one_run(export: Callable[[list[Plan]], str]) -> None:
-    with pytest.raises(UsageError, match="one run a file, got 2"):
+    with pytest.raises(UsageError, match="writes one run per file, got 2 runs"):
         export([make_plan(), make_plan()])
 
 

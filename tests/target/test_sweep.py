@@ -122,9 +122,9 @@ def test_targets_lists_kinds_and_names_and_checks_one(sparsebp: Sparsebp, tmp_pa
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("local: {kind: local}", "targets.yaml:1:1: local: is the name of a kind; choose another"),
+        ("local: {kind: local}", "targets.yaml:1:1: local: is the name of a kind of target; choose another name"),
         ("a: docker", "targets.yaml:1:4: a: must be a mapping such as {kind: docker}, got text"),
-        ("[a]", "targets.yaml:1:1: must be a mapping of names to targets, got a list"),
+        ("[a]", "targets.yaml:1:1: the file must map names to targets, got a list"),
     ],
 )
 def test_a_wrong_targets_file_is_one_line_with_its_place(

@@ -147,7 +147,7 @@ def test_a_broken_tracker_is_shown_by_its_name_and_package(install: Install) -> 
     assert list_trackers() == ["absent", "lines", "mlflow", "tensorboard", "trackio", "wrong"]
     assert [*find_tracker_problems()] == [
         f"tracker 'absent' {broken} AttributeError: module 'sparsebp_lines' has no attribute 'nothing'",
-        f"tracker 'mlflow' {broken} its name must be small letters, digits, - and _, and not mlflow",
+        f"tracker 'mlflow' {broken} its name must be lower-case letters, digits, - and _, and not mlflow",
         f"tracker 'wrong' {broken} sparsebp_lines:wrong is no Tracker",
     ]
     from sparsebp_cli.cli.checkup import check_trackers

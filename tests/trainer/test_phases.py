@@ -114,7 +114,7 @@ def test_what_cannot_be_a_schedule_is_refused_by_name(tmp_path: Path) -> None:
             schedule=schedule, model=make_model(), args=arguments, train_dataset=make_examples(4), **more
         ).train()
 
-    with pytest.raises(UsageError, match="give policies or schedule, got both"):
+    with pytest.raises(UsageError, match="give only one of policies and schedule, got both"):
         PolicyCallback(ROWS, schedule=SCHEDULE)
     with pytest.raises(UnsupportedError, match="chooses the examples of an epoch"):
         make([{"until": 0.5, "policy": "dense"}, {"policy": {"name": "infobatch"}}])

@@ -242,11 +242,11 @@ def test_an_adapter_that_is_merged_already_is_not_added_again(base: str, tiny_re
         ("lora: {r: 2, rank_patern: {}}", "unknown key 'rank_patern'.*did you mean rank_pattern"),
         ("lora: {init_lora_weights: eva}", "model.lora.init_lora_weights: .*gaussian"),
         ("peft: {type: ia4}", "model.peft.type: .*did you mean"),
-        ("peft: {type: lora, r: 2}", r"model.peft.type: LoRA is written model.lora: \{r: 8"),
+        ("peft: {type: lora, r: 2}", r"model.peft.type: LoRA has a key for itself: write 'model.lora: \{r: 8"),
         ("peft: {type: ia3, target_module: [q_proj]}", "ia3 takes .*did you mean target_modules"),
         ("lora: {layers_to_transform: [1]}", "layers_to_transform needs target_modules as a list"),
         ("peft: {type: adalora}", "model.peft.type: "),
-        ("lora: {r: 2}, peft: {type: ia3}", "give one of lora, peft and adapter, got lora and peft"),
+        ("lora: {r: 2}, peft: {type: ia3}", "give only one of lora, peft and adapter, got lora and peft"),
     ],
 )
 def test_a_wrong_key_of_adapters_is_one_line(tmp_path: Path, model: str, says: str) -> None:

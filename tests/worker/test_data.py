@@ -271,10 +271,10 @@ def test_the_shipped_held_out_texts_are_halved_by_document(name, form, column) -
 
 
 def test_a_test_split_is_another_one_and_given_in_one_way() -> None:
-    with pytest.raises(ValueError, match=r"give test_split or test_fraction, got both \(test and 0.5\)"):
+    with pytest.raises(ValueError, match=r"give only one of test_split and test_fraction, got both \(test and 0.5\)"):
         DatasetSection(name="x", test_split="test", test_fraction=0.5)
     for key in ("split", "eval_split"):
-        with pytest.raises(ValueError, match=f"test_split must be another split than {key}, got a for both"):
+        with pytest.raises(ValueError, match=f"test_split and {key} must be different splits, got a for both"):
             DatasetSection(name="x", test_split="a", **{key: "a"})
 
 

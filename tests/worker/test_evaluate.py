@@ -121,7 +121,7 @@ def test_which_examples_are_evaluated_depends_on_no_batch_size_and_no_ranks(
 
 
 def test_the_size_of_an_evaluation_is_given_once(tiny_recipe: Any) -> None:
-    with pytest.raises(ValueError, match=r"give eval_examples or eval_batches, got both \(6 and 2\)"):
+    with pytest.raises(ValueError, match=r"give only one of eval_examples and eval_batches, got both \(6 and 2\)"):
         tiny_recipe(measure={"eval_examples": 6})
 
 

@@ -217,5 +217,5 @@ def test_a_model_that_is_not_here_and_a_reference_model_are_refused(tmp_path: Pa
     with pytest.raises(DataError, match=r"model.name: somebody/model is not on this machine; .* config.json is enough"):
         _forecast(_write(tmp_path, model={"name": "somebody/model"}))
     reference = {"name": "tokens", "keep": 0.5, "score": "excess", "reference": str(tmp_path / "model")}
-    with pytest.raises(UnsupportedError, match=r"reference model cannot be forecast"):
+    with pytest.raises(UnsupportedError, match=r"cannot forecast a policy that uses a reference model"):
         _forecast(_write(tmp_path, policy=reference))

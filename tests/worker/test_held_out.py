@@ -99,5 +99,5 @@ def test_the_tail_of_packed_text_stays_unless_rows_are_asked_for(tmp_path: Path,
 
 
 def test_a_group_needs_a_draw() -> None:
-    with pytest.raises(ValueError, match="group_column needs held_out: drawn, got tail"):
+    with pytest.raises(ValueError, match="group_column needs 'held_out: drawn', got 'held_out: tail'"):
         DatasetSection(name="x", group_column="document", held_out="tail")

@@ -204,7 +204,7 @@ def test_a_run_tells_both_for_every_kind_of_choice(tiny_recipe: Any, prepared: A
 
 
 def test_other_examples_need_steps_at_which_fidelity_is_measured(tiny_recipe: Any) -> None:
-    with pytest.raises(ValueError, match="independent_examples: 8 needs fidelity_every"):
+    with pytest.raises(ValueError, match="independent_examples needs fidelity_every"):
         tiny_recipe(measure={"independent_examples": 8, "fidelity_every": None})
 
 

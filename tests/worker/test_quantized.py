@@ -182,7 +182,7 @@ def test_methods_of_peft_train_and_merge_over_quantised_linears_or_are_refused(
         ("model: {name: austen-llama, quantization: {type: nf5}, lora: {}}", "model.quantization.type: .*nf4"),
         (
             "model: {name: austen-llama, quantization: {type: int8, bnb_4bit_use_double_quant: true}, lora: {}}",
-            "bnb_4bit_use_double_quant applies only to type: nf4 or fp4, got type: int8",
+            "bnb_4bit_use_double_quant needs 'type: nf4' or 'type: fp4', got 'type: int8'",
         ),
         (
             "model: {name: austen-llama, quantization: {type: nf4}, lora: {init_lora_weights: pissa}}",
@@ -190,7 +190,7 @@ def test_methods_of_peft_train_and_merge_over_quantised_linears_or_are_refused(
         ),
         (
             "model: {config: {model_type: llama}, tokenizer: austen-llama, quantization: {type: nf4}, lora: {}}",
-            "quantization needs name",
+            "quantization needs a trained model: give model.name",
         ),
         (
             "model: {name: austen-llama, quantization: {type: nf4}, lora: {}}\ntraining: {compile: true}",

@@ -121,7 +121,9 @@ def test_rows_of_unknown_examples_are_refused_by_name() -> None:
     model = tiny_decoder("llama")
     plain = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda x: plain(x.transpose(0, 1)).transpose(0, 1)
-    with pytest.raises(UnsupportedError, match=r"needs to know the example of each row; at 'model.layers.0.mlp"):
+    with pytest.raises(
+        UnsupportedError, match=r"must know to which example each row belongs, but at 'model.layers.0.mlp"
+    ):
         products(model, batch(3), batch(2))
 
 
