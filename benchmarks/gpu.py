@@ -1,6 +1,7 @@
-"""Checks and measures every form on a GPU from a bare checkout: correctness, then waiting, then times.
+"""Measures `lossless` and then every form on a GPU from a bare checkout: correctness, then waiting, then times.
 
-    python benchmarks/gpu.py                        # eight minutes at most; writes benchmarks/results/gpu.json
+    python benchmarks/gpu.py                        # twelve minutes at most; writes benchmarks/results/gpu*.json
+    python benchmarks/gpu.py --headline --minutes 9 # whole updates by `lossless` alone; again: goes on from there
     python benchmarks/gpu.py --device cpu --tiny    # the same code on a CPU, in seconds; it measures nothing
     python benchmarks/gpu.py --fake                 # without a GPU: counts, and times of a model
 
@@ -16,6 +17,7 @@ import time
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from checkout import use_checkout
@@ -23,7 +25,7 @@ from checkout import use_checkout
 NEEDED = ("torch", "transformers", "pydantic", "yaml")
 SECONDS_AFTER = 5.0  # for the summary
 # The share of the time at which each part ends at the latest; whole steps are measured until the end.
-PARTS = {"checks": 0.25, "waits": 0.35, "counts": 0.5, "forms": 0.65, "linears": 0.75}
+PARTS = {"headline": 0.5, "checks": 0.62, "waits": 0.67, "counts": 0.75, "forms": 0.82, "linears": 0.87}
 
 
 def main() -> int:
@@ -46,6 +48,7 @@ def main() -> int:
         args.out = args.out or Path(__file__).parent / "results" / "gpu-modelled.json"
         return modelled.main(args)
     import correct
+    import headline
     import measured
     import steps
     import torch
@@ -65,6 +68,9 @@ def main() -> int:
     facts = measured.describe(device)
     print(f"{facts['device']}, torch {facts['versions']['torch']}, transformers {facts['versions']['transformers']}")
     print(f"float32 products in TF32: {'yes' if facts.get('tf32') else 'no'}; Triton's kernels: {facts['triton_runs']}")
+    wrong = _measure_updates(headline.Headline, args, facts, deadline if args.headline else ends["headline"])
+    if args.headline:
+        return 1 if wrong else 0
     checks, short = [], []
     for check in correct.check_all(device):
         if time.monotonic() > ends["checks"]:
@@ -103,7 +109,7 @@ def main() -> int:
         "command": " ".join(["python benchmarks/gpu.py", *_show_arguments(args)]),
         "machine": facts,
         "model": {"parameters": sum(p.numel() for p in subject.model.parameters())} | measured.SIZES[args.size],
-        "options": {key: value for key, value in vars(args).items() if key != "out"},
+        "options": {key: value for key, value in vars(args).items() if key not in ("out", "headline")},
         "rounds": len(passes[0]),
         "seconds": round(time.monotonic() - begin, 1),
         "notes": notes,
@@ -122,7 +128,22 @@ def main() -> int:
     for text in [*notes, *late]:
         print(text)
     print(f"{time.monotonic() - begin:.0f} s; JSON: {args.out.name}")
-    return 1 if num_wrong or late else 0
+    return 1 if wrong or num_wrong or late else 0
+
+
+def _measure_updates(make: Any, args: argparse.Namespace, facts: dict[str, Any], deadline: float) -> list[str]:
+    """Measure whole updates, first of a tiny model in float32 for their gradients; return what is wrong."""
+    import torch
+
+    device, wrong = torch.device(args.device), list[str]()
+    for size in dict.fromkeys(("tiny", args.size)):
+        out = args.out.with_name(args.out.stem + ("-headline" if size == args.size else "-exact") + ".json")
+        found = make(out, facts, {"size": size})
+        found.measure_all(size, device, args.rounds if size == args.size else 1, deadline)
+        wrong += found.find_wrong()
+    found.print_table()
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    return wrong
 
 
 def _read_arguments() -> argparse.Namespace:
@@ -130,18 +151,19 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda")
     parser.add_argument("--fake", action="store_true", help="count on a device that does nothing; model the times")
     parser.add_argument("--tiny", dest="size", action="store_const", const="tiny", default="1b", help="a tiny model")
+    parser.add_argument("--headline", action="store_true", help="whole updates by `lossless` and its rivals alone")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--batch", type=int, default=4, help="halved until a dense step fits")
     parser.add_argument("--length", type=int, help="default: 2048, or 32 with --tiny")
     parser.add_argument("--rounds", type=int, help="at most; default: 20, or 1 with --tiny")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--minutes", type=float, help="of all parts together; default: 8, or 60 with --tiny")
+    parser.add_argument("--minutes", type=float, help="of all parts together; default: 12, or 60 with --tiny")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu.json")
     return parser.parse_args()
 
 
 def _show_arguments(args: argparse.Namespace) -> list[str]:
-    shown = [f"--{key} {value}" for key, value in vars(args).items() if key not in ("out", "size")]
+    shown = [f"--{key} {value}" for key, value in vars(args).items() if key not in ("out", "size", "headline")]
     return [*shown, *(["--tiny"] if args.size == "tiny" else [])]
 
 

@@ -192,7 +192,7 @@ def choose(args: argparse.Namespace) -> None:
     if args.device == "cpu" and not is_tiny:
         raise UsageError("there is no CUDA device: --device cpu needs --tiny, which measures nothing")
     args.length, args.rounds = args.length or (32 if is_tiny else 2048), args.rounds or (1 if is_tiny else 20)
-    args.minutes = args.minutes or (60.0 if is_tiny else 8.0)
+    args.minutes = args.minutes or (60.0 if is_tiny else 12.0)
     args.out = args.out or Path(__file__).parent / "results" / ("gpu-tiny.json" if is_tiny else "gpu.json")
 
 

@@ -76,7 +76,7 @@ class Meter(TorchDispatchMode):
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         made = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
         if name not in FREE and any(tensor.is_cuda for tensor in (*given, *made)):
-            num_bytes, flops = _count_bytes(name, given, made), count_flops(name, given, made)
+            num_bytes, flops = count_bytes(name, given, made), count_flops(name, given, made)
             self.cost.add(name, num_bytes, flops, estimate(name, num_bytes, flops, given, made))
         return found
 
@@ -114,7 +114,8 @@ IS_SLOW = [False]  # which of the assumptions about Triton's products holds
 BLOCK = [32, 32]  # rows and features of the blocks that are being counted
 
 
-def _count_bytes(name: str, given: list[Tensor], made: list[Tensor]) -> int:
+def count_bytes(name: str, given: list[Tensor], made: list[Tensor]) -> int:
+    """Return the bytes that an operation reads and writes."""
     if name.startswith("attend"):  # what a kernel keeps for its own backward, a few bytes a row, is left out
         given, made = (given[:4], made) if name.endswith("backward") else (given, made[:1])
     sizes = [tensor.numel() * tensor.element_size() for tensor in given]
