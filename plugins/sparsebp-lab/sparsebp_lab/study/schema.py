@@ -58,7 +58,7 @@ class BudgetSection(BaseModel):
     tokens: PositiveInt | None = Field(
         None,
         description=(
-            "For 'same: tokens', instead of `as`: number of input tokens that each arm gets, padding included."
+            "Number of input tokens for each arm, padding included. Use this key with 'same: tokens', in place of the key `as`."
         ),
     )
     part: dict[Name, Annotated[float, Field(gt=0.0, le=1.0)]] = Field(
@@ -279,9 +279,7 @@ class ScaleSection(Section):
     )
     arms: dict[Name, dict[str, object]] = Field(
         default_factory=dict,
-        description=(
-            "Map from an arm to further changes. They are applied after the changes that the study gives for this arm."
-        ),
+        description=("For some arms: more changes to the recipe. SparseBP applies them after the arm's own changes."),
     )
     vary: dict[str, Annotated[list[Value], Field(min_length=1)] | RangeSection] = Field(
         default_factory=dict, description="Map from a varied key to other values for it."
