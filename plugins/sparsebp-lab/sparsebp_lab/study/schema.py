@@ -58,7 +58,8 @@ class BudgetSection(BaseModel):
     tokens: PositiveInt | None = Field(
         None,
         description=(
-            "Number of input tokens for each arm, padding included. Use this key with 'same: tokens', in place of the key `as`."
+            "Number of input tokens for each arm, padding included. Use this key with 'same: tokens', in place of "
+            "the key `as`."
         ),
     )
     part: dict[Name, Annotated[float, Field(gt=0.0, le=1.0)]] = Field(
