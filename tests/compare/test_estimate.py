@@ -55,6 +55,15 @@ def test_a_share_of_matches_has_the_interval_of_its_examples_and_other_numbers_n
     assert estimate_mean(run_of(few), "eval/loss", 1.0) is None
 
 
+def test_the_interval_of_a_loss_ends_at_zero() -> None:
+    losses = [0.1] * 9 + [20.0]
+    mean = sum(losses) / 10
+    found = estimate_mean(run_of({"loss": losses, "targets": [1.0] * 10}), "eval/loss", mean)
+    assert found is not None
+    assert found.low == 0.0
+    assert (found.high or 0.0) > mean
+
+
 @pytest.mark.parametrize("matched", [0, 1, 7, 20])
 def test_the_interval_of_a_share_is_wilsons(matched: int) -> None:
     from scipy.stats import binomtest

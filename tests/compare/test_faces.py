@@ -199,3 +199,19 @@ def test_the_card_of_a_model_without_dense_runs_says_that_nobody_knows(make_run:
     card = write_card(runs[0])
     assert "what its policy cost is not known" in card
     assert "Beside dense" not in card
+
+
+@pytest.mark.parametrize(
+    ("dataset", "judged", "is_asked"),
+    [
+        ({"name": "none", "format": "chat", "eval_split": "train"}, "trained", True),
+        ({"name": "none", "format": "text"}, "held-out", False),
+    ],
+)
+def test_the_card_says_what_the_model_was_judged_on_and_how_to_ask_it(
+    make_run: MakeRun, dataset: dict[str, str], judged: str, is_asked: bool
+) -> None:
+    card = " ".join(write_card(make_run("mine", 0, dataset=dataset)).split())
+    assert f"It was judged on {judged} examples of `none` alone" in card
+    assert ("held-out" in card) is (judged == "held-out")
+    assert ("add_generation_prompt=True" in card) is is_asked
