@@ -93,7 +93,8 @@ class Dispatcher:
     def poll(self) -> None:
         """Poll every run once, and start the next one if fewer than ``max_parallel`` work."""
         for remote in [*self._followed]:
-            remote.poll()
+            if not remote.over:  # the poll right after its start may have found its end, and released it there
+                remote.poll()
             # After the poll, a stop that arrived during it has already been carried out and is no longer new.
             if not self._stopping and self._is_stop(remote):
                 self._stopping = True

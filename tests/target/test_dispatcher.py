@@ -10,7 +10,7 @@ import pytest
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.target.dispatcher import Dispatcher
-from sparsebp_cli.target.engine import WorkerStatus
+from sparsebp_cli.target.engine import Phase, WorkerStatus
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.testing import FakeTarget
 
@@ -356,3 +356,32 @@ def test_a_run_whose_folder_is_deleted_is_followed_no_more(fake: FakeTarget) -> 
     shutil.rmtree(deleted.path)
     dispatcher.run_to_end()
     assert other.state() is State.FINISHED
+
+
+def test_a_job_that_is_over_before_its_first_look_is_concluded_once(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder there is gone then: another look would find nothing, and call the finished run unreachable."""
+    seen: list[WorkerStatus] = []
+    start, status = fake.engine.start, fake.engine.status
+
+    def start_and_wait(runs: list[RunFolder], max_parallel: int) -> list[str]:
+        handles = start(runs, max_parallel)
+        for run, handle in zip(runs, handles, strict=True):
+            until(lambda run=run, handle=handle: status(run, handle).phase is Phase.OVER)  # type: ignore[misc]
+        return handles
+
+    def look(run: RunFolder, handle: str) -> WorkerStatus:
+        seen.append(status(run, handle))
+        return seen[-1]
+
+    monkeypatch.setattr(fake.engine, "start", start_and_wait)
+    monkeypatch.setattr(fake.engine, "status", look)
+    runs = [make_run("ok"), make_run("ok")]
+    dispatcher = Dispatcher(runs, fake.engine, max_parallel=2)
+    dispatcher.begin()
+    dispatcher.run_to_end()
+    assert [run.state() for run in runs] == [State.FINISHED] * 2
+    assert [one.phase for one in seen] == [Phase.OVER] * 2
+    launches = [Launch.load(run) for run in runs]
+    assert [launch.sight for launch in launches if launch is not None] == ["over"] * 2
