@@ -107,8 +107,7 @@ def _advise(task: Task, names: Collection[str]) -> str:
 
     if {"chosen", "rejected"} <= set(names):
         return "recipes do not train on preferences: use trl's DPOTrainer with sparsebp_cli.PolicyCallback"
-    other = next((keys["format"] for keys in find_readings(names) if keys["format"] in list(Task)), None)
-    if other is not None:
+    for other in (keys["format"] for keys in find_readings(names) if keys["format"] in list(Task)):
         return f"for these, give --task {other}"
     meant = {"chat": "USER,ASSISTANT"}.get(task.value, ",".join(WANTED[task.value]).upper())
     return f"--task {task} needs {' and '.join(WANTED[task.value])}: name the columns by --columns {meant}"
