@@ -338,7 +338,7 @@ def test_numbers_and_gradients_that_an_optimizer_would_get_wrong_are_refused(nam
 
 
 def test_adalomo_refuses_what_is_larger_than_a_matrix() -> None:
-    with pytest.raises(DataError, match=r"vectors and matrices, got a parameter of shape \(2, 3, 4\)"):
+    with pytest.raises(DataError, match=r"at most two dimensions, got the shape \(2, 3, 4\)"):
         make("adalomo", [nn.Parameter(torch.ones(2, 3, 4))])
 
 
