@@ -86,8 +86,7 @@ def read_prompts(rows: Rows, prompt_column: str, completion_column: str) -> list
 def find_prompt(row: Row, columns: Mapping[str, str | Sequence[str]]) -> str:
     """Return all messages but the last as text. Rows with equal prompts belong together."""
     if _has_columns(columns):
-        asked = {role: columns[role] for role in ("system", "user") if role in columns}
-        return json.dumps([row.get(name) for name in list_names(asked)], default=str)
+        return json.dumps([row.get(name) for name in list_names({**columns, "assistant": ()})], default=str)
     value = _parse_list(row.get(str(columns.get("messages", "messages"))))
     return json.dumps(value[:-1] if isinstance(value, list) else value, default=str, sort_keys=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.source.conversation import read_conversations
+from sparsebp_cli.source.conversation import find_prompt, read_conversations
 from sparsebp_cli.source.reader import iter_rows
 
 COLUMNS = {"user": ["instruction", "input"], "assistant": "output"}
@@ -67,3 +67,12 @@ def test_where_a_line_stops_to_be_json_is_told(tmp_path: Path) -> None:
     file.write_text('{"text": "a"}\n{"text": "a\tb"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl, line 2: not JSON: Invalid control character, column 12$"):
         list(iter_rows(file))
+
+
+def test_the_prompt_by_which_rows_are_held_out_together_is_that_of_the_columns(tmp_path: Path) -> None:
+    rows = list(iter_rows(write(tmp_path, [row | {"system": "Be kind."} for row in ROWS])))
+    prompts = [find_prompt(row, COLUMNS | {"system": "system"}) for row in rows]
+    assert prompts == [json.dumps(["Be kind.", row["instruction"], None]) for row in ROWS]
+    renamed = {"messages": "talk", "user": "human", "assistant": "gpt"}
+    (talk,) = iter_rows(write(tmp_path, [{"talk": [{"role": "human", "content": "a"}, {"role": "gpt"}]}]))  # type: ignore[list-item]
+    assert json.loads(find_prompt(talk, renamed)) == [{"role": "human", "content": "a"}]
