@@ -277,7 +277,7 @@ def test_what_is_not_declared_is_refused_by_name() -> None:
 
     layer = nn.Linear(8, 4)
     attach(layer, Lies())
-    with pytest.raises(PolicyError, match=r"Lies saves SavedRows of \(32, 8\) at '', expected SavedSketch of \(32, 8"):
+    with pytest.raises(PolicyError, match=r"Lies must save SavedSketch of shape \(32, 8\) at ''"):
         layer(torch.randn(32, 8))
 
 
