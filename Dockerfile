@@ -29,7 +29,6 @@ RUN python3 -m venv /venv \
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY sparsebp_cli sparsebp_cli
 COPY recipes recipes
-COPY docs/results/leaderboard/v1 docs/results/leaderboard/v1
 COPY plugins/sparsebp-audit plugins/sparsebp-audit
 COPY plugins/sparsebp-lab plugins/sparsebp-lab
 COPY plugins/sparsebp-shelf plugins/sparsebp-shelf

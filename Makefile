@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture leaderboard results results-study results-masked setup test chaos mutants browser check style fix docs site screenshots bench image clean help
+.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos mutants browser check style fix docs site screenshots bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -27,9 +27,6 @@ picture: .venv/runtime  ## record the runs of make quickstart as the README's pi
 	$(BIN)/sparsebp compare $$(cat $(QUICKSTART)) -o md --png docs/picture/quickstart.svg > docs/picture/quickstart.part
 	mv docs/picture/quickstart.part docs/picture/quickstart.md
 	$(BIN)/python docs/generate.py
-
-leaderboard: .venv/develop  ## train what the leaderboard misses, from a clean commit (hours; ONLY=task, MINUTES=90); `python benchmarks/leaderboard.py` writes its page
-	$(BIN)/python benchmarks/leaderboard.py --run $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
 
 results: results-study results-masked  ## both studies of docs/results, three seeds a part (more than half an hour at two quiet cores)
 

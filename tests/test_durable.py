@@ -73,7 +73,7 @@ def test_a_bare_write_is_found() -> None:
 
 
 # Rooms that open files of somebody else's runs, and what in them opens others by itself.
-READERS = ("cli", "compare", "judge", "leaderboard", "release", "run", "study", "target", "tracker", "tracking", "verb")
+READERS = ("cli", "compare", "judge", "release", "run", "study", "target", "tracker", "tracking", "verb")
 OWN_FILES = {
     "verb/audit_process.py": "what the audited command wrote into a temporary folder of ours",
     "cli/schema.py": "a page in the package",

@@ -5,7 +5,7 @@ from __future__ import annotations
 EXIT_CODES = {
     0: "done",
     1: "a check or a condition failed: `doctor`, `targets check`, `compare --fail-if`, `audit --fail-if-*`, "
-    "`study --from`, `leaderboard check`; `audit --write` wrote nothing",
+    "`study --from`; `audit --write` wrote nothing",
     2: "wrong recipe, policy, data or usage; nothing was started",
     10: "`judge`: equal within the margin",
     11: "`judge`: not shown",

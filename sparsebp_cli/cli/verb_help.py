@@ -43,7 +43,6 @@ HOMES = {
     "export": "sparsebp-tools",
     "fetch": "sparsebp-tools",
     "judge": "sparsebp-lab",
-    "leaderboard": "sparsebp-lab",
     "model": "sparsebp-tools",
     "models": "sparsebp-tools",
     "rerun": "sparsebp-tools",

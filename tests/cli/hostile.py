@@ -256,11 +256,6 @@ ARCHIVE: dict[str, Put] = {
     "a pipe in it": put_in_archive("runs/0123456789ab/plan.json", 0, b"6"),
     "a member of 1 TB": put_in_archive("runs/0123456789ab/plan.json", 1 << 40),
 }
-SUBMISSION: dict[str, Put] = {
-    f"{name}: {form}": replace(name, put)
-    for name in ("submission.yaml", "study.yaml", "study.tar.gz")
-    for form, put in (ANY_FILE | (YAML if name.endswith("yaml") else {})).items()
-}
 
 
 def replace_store(put: Put) -> Put:
@@ -309,7 +304,6 @@ KINDS: dict[str, tuple[str | None, Mapping[str, object]]] = {
     "run": ("RUN", RUN),
     "name of a run": ("RUN", NAMES),
     "archive": ("ARCHIVE", ARCHIVE),
-    "submission": ("SUBMISSION", SUBMISSION),
     "text": ("TEXT", TEXTS),
     "store and home": (None, HOME),
     "targets.yaml": (None, ANY_FILE | YAML),
@@ -338,7 +332,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "init": ("init new-folder --task completion", "init new-folder --from RECIPE", "init TEXT"),
     "judge": ("judge FAKE --against FAKE", "judge RECIPE --against FAKE", "judge FAKE --against RECIPE",
               "judge DATA --against DATA", "judge TEXT --against FAKE", "judge TEXT --against TEXT --script true"),
-    "leaderboard": ("leaderboard", "leaderboard check SUBMISSION", "leaderboard check TEXT"),
     "logs": ("logs RUN", "logs TEXT"),
     "model": ("model RUN --to m", "model RUN --to m --checkpoint last", "model TEXT --to m"),
     "models": ("models",),

@@ -465,17 +465,8 @@ ELSEWHERE = {
     ("cli/archive.py", "sparsebp archive @STUDY --thin --to FILE"): (
         "study/test_rebuild.py::test_a_thin_archive_says_of_choices_and_report_what_a_whole_one_says"
     ),
-    ("verb/leaderboard.py", "sparsebp leaderboard check FOLDER"): (
-        "leaderboard/test_submission.py::test_a_submission_that_keeps_every_rule_is_accepted"
-    ),
-    ("verb/leaderboard.py", "sparsebp leaderboard check {} --rerun 2"): (
-        "leaderboard/test_submission.py::test_cells_are_drawn_at_random_and_trained_again"
-    ),
     ("target/launch.py", "sparsebp resume {}"): (
         "target/test_weather.py::test_a_run_is_started_once_and_ends_right_in_every_weather"
-    ),
-    ("leaderboard/check.py", "sparsebp archive @{} --to {}"): (
-        "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
     ),
     ("plan/selection_gain.py", "sparsebp worth RECIPE"): (
         "worker/test_worth.py::test_uniform_examples_are_worth_exactly_their_price"

@@ -39,7 +39,7 @@ CELLS = [
 ]
 # What a parameter names that is read, by the word of its kind; and those that name what is written.
 READ = {"recipe": "RECIPE", "recipes": "RECIPE", "file": "RECIPE", "candidate": "RECIPE", "run": "RUN", "runs": "RUN",
-        "source": "RUN", "archive": "ARCHIVE", "what": "SUBMISSION", "rules": "SUBMISSION"}  # fmt: skip
+        "source": "RUN", "archive": "ARCHIVE"}  # fmt: skip
 WRITTEN = {"folder", "html", "ids", "out", "png", "to"}
 
 
@@ -132,7 +132,7 @@ class Ground:
         self.monkeypatch.setattr(typer.main, "get_command", get_command)
         self.monkeypatch.chdir(self.work)
         words = self.ids | {"FAKE": "fake.yaml", "STUDY": "study.yaml", "RECIPE": "r.yaml", "RECIPE.yaml": "r.yaml"}
-        words |= {"ARCHIVE": "a.tar.gz", "SUBMISSION": "submission", "MODEL_FOLDER": "model"}
+        words |= {"ARCHIVE": "a.tar.gz", "MODEL_FOLDER": "model"}
         return words | self._put(kind, KINDS[kind][1][form])
 
     def _restore(self, place: Path) -> None:
@@ -180,15 +180,6 @@ class Ground:
                 given(run)
             case "archive":
                 given(self.work / "a.tar.gz")
-            case "submission":
-                folder = self.work / "submission"
-                folder.mkdir()
-                (folder / "submission.yaml").write_text(
-                    "{task: near, methods: [a], authors: [x], licence: MIT, cites: x}"
-                )
-                (folder / "study.yaml").write_text(STUDY)
-                (folder / "study.tar.gz").write_bytes(b"")
-                given(folder)
             case "store and home":
                 given(self.home)
             case "targets.yaml" | "settings.yaml":

@@ -68,8 +68,8 @@ AUDIT = dict.fromkeys(
     ),
     1,
 ) | {"findings": [], "notes": ["nothing"], "modules": []}
-# Each verb with a kind that it answers with. `forecast`, `margins`, `rebuilt` and `submission` need more, which is
-# there in test_forecast.py, test_until.py, study/test_rebuild.py and leaderboard/test_submission.py.
+# Each verb with a kind that it answers with. `forecast`, `margins` and `rebuilt` need more, which is
+# there in test_forecast.py, test_until.py and study/test_rebuild.py.
 CASES: list[tuple[str, str]] = [
     ("quickstart --set tracking.uri=sqlite:////dev/null/m.db --set training.max_steps=3", "outcomes"),
     ("init folder --task completion", "files"),
@@ -88,7 +88,6 @@ CASES: list[tuple[str, str]] = [
     ("prune --dry-run", "freed"),
     ("compare one two", "comparison"),
     ("judge topk --set policy.0.keep=0.25 --against base.yaml --budget 1e15", "judgement"),
-    ("leaderboard", "rules"),
     ("evaluate two --lm-eval colours", "evaluation"),
     ("model two", "model"),
     ("runs --columns training.learning_rate", "runs"),
@@ -179,7 +178,6 @@ def test_no_verb_and_no_kind_is_left_out() -> None:
         ("validate", "forecast"),
         ("run", "margins"),
         ("study", "rebuilt"),
-        ("leaderboard", "submission"),
         ("run", "outcomes"),
     }
     assert told == {(verb, kind.name) for kind in KINDS for verb in kind.verbs}

@@ -72,8 +72,7 @@ def test_there_are_twelve() -> None:
 
 @pytest.mark.parametrize("number", range(1, 13))
 def test_every_figure_stands_in_a_page_that_the_answer_names(number: int) -> None:
-    # (1 + 2p)/(3p), derived on the page; correlations that test_leaderboard_v0.py computes from the archives.
-    own_sums = {7: {"1.33", "2.0"}, 6: {"0.60", "0.63", "0.83"}}
+    own_sums = {7: {"1.33", "2.0"}}  # (1 + 2p)/(3p), derived on the page
     assert set(missing(answer(number))) <= own_sums.get(number, set())
 
 

@@ -138,10 +138,8 @@ def test_the_image_gets_every_file_that_the_package_is_built_from() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project, wheel = pyproject["project"], pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
     needed = {"pyproject.toml", project["readme"], *project["license-files"], *wheel["only-include"]}
-    # Verbs of packages, policies that recipes name of the shelf, and the rules that the lab reads.
-    needed |= {f"plugins/sparsebp-{name}" for name in ("audit", "lab", "shelf", "tools")} | {
-        "docs/results/leaderboard/v1"
-    }
+    # Verbs of packages, and policies that recipes name of the shelf.
+    needed |= {f"plugins/sparsebp-{name}" for name in ("audit", "lab", "shelf", "tools")}
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     copied = {

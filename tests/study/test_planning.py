@@ -260,7 +260,7 @@ def test_the_time_left_counts_no_probes_of_a_rehearsal_and_no_pause(
 
 
 def test_the_time_left_knows_that_small_batches_have_shorter_steps() -> None:
-    """A study of the leaderboard said 50 hours where 4 were left: it took a step of one text for one of 16."""
+    """A study said 50 hours where 4 were left: it took a step of one text for one of 16."""
     paces = {16: 0.32, 4: 0.1}
 
     def predict(batch: int, steps: int) -> float | None:

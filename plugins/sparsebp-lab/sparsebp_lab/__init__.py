@@ -1,4 +1,4 @@
-"""Provide tools for testing methods: studies, a judge of proposals, a leaderboard, cost screening before training."""
+"""Provide tools for testing methods: studies, a judge of proposals, cost screening before training."""
 
 from sparsebp_cli.cli.plugin import VerbEntry
 
@@ -9,16 +9,6 @@ JUDGE = VerbEntry(
     {"judgement": (f"{LAB}.answer.judge_record:Judgement", 1)},
     writes=True,
     example="judge topk --against python-docs --budget 30m",
-)
-LEADERBOARD = VerbEntry(
-    f"{LAB}.verb.leaderboard:leaderboard",
-    "More: results",
-    {
-        "submission": (f"{LAB}.answer.leaderboard_record:SubmissionReport", 1),
-        "rules": (f"{LAB}.answer.leaderboard_record:RuleList", 1),
-    },
-    writes=True,
-    example="leaderboard check submission",
 )
 STUDY = VerbEntry(
     f"{LAB}.verb.study:study",
