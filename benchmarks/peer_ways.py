@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -167,6 +167,12 @@ def run_engine(engine: sbp.Engine, model: Any, batches: list[Batch], total: int)
         engine.backward(model(**batch, num_items_in_batch=total).loss)
 
 
+def run_update(engine: sbp.Engine, model: Any, batches: list[Batch], total: int) -> None:
+    """Let the engine share prefixes between the batches of an update, as a trainer does."""
+    engine.expect(batches)
+    run_engine(engine, model, batches, total)
+
+
 def count_lines(run: Run) -> int:
     """Return how many lines a function has that the plain step does not."""
 
@@ -182,7 +188,7 @@ class Way:
 
     run: Run
     batches: Callable[[Unit], list[Batch]]
-    option: str = ""  # of a library or a trainer, which is a line
+    option: str = ""  # of a library or a trainer, each in a line
     needs: str = ""  # a package
     only_shared: bool = False  # for examples that share prompts
     policy: dict[str, Any] | None = None  # options of lossless
@@ -190,7 +196,7 @@ class Way:
     @property
     def lines(self) -> int:
         """Lines that a user adds."""
-        return count_lines(self.run) + bool(self.option)
+        return count_lines(self.run) + len(self.option.splitlines())
 
     def refusal(self, unit: Unit) -> str:
         """Return why the way is not there, or nothing."""
@@ -208,7 +214,7 @@ class Way:
         elif self.policy is not None:
             model = copy.deepcopy(model)
             engine = stack.enter_context(sbp.attach(model, sbp.make_policy("lossless", **self.policy)))
-            run = partial(run_engine, engine)
+            run = partial(run_update if "prefixes" in self.policy else run_engine, engine)
         return model, partial(run, model, batches, unit.num_labels)
 
 
@@ -218,6 +224,12 @@ def _pad(unit: Unit) -> list[Batch]:
 
 def _pad_all(unit: Unit) -> list[Batch]:
     return unit.collate(DataCollatorForLanguageModeling(0), len(unit.examples))
+
+
+def _pad_one(unit: Unit) -> list[Batch]:
+    """In the order of their tokens, so that those of one prefix follow each other."""
+    ordered = sorted(unit.examples, key=lambda example: example.token_T.tolist())
+    return replace(unit, examples=tuple(ordered)).collate(DataCollatorForLanguageModeling(0), 1)
 
 
 def _flatten(unit: Unit) -> list[Batch]:
@@ -234,6 +246,8 @@ def _free(unit: Unit) -> list[Batch]:
 
 FLATTENING = "data_collator=DataCollatorWithFlattening()"
 LOSSLESS = 'sbp.PolicyCallback("lossless").join(trainer)'
+LEAST = 'sbp.PolicyCallback(sbp.make_policy("lossless", prefixes="update")).join(trainer)'
+ONE = "per_device_train_batch_size=1, gradient_accumulation_steps=EXAMPLES"
 WAYS: dict[str, Way] = {
     "padded": Way(run_labels, _pad),
     "logits_to_keep": Way(run_sliced, _pad),
@@ -245,10 +259,10 @@ WAYS: dict[str, Way] = {
     "by hand, linear_cross_entropy": Way(run_torch, _flatten, option=FLATTENING),
     "by hand, Liger": Way(run_liger, _flatten, option=FLATTENING, needs="liger_kernel"),
     "by hand, prompt cached": Way(run_cached, Unit.group, only_shared=True),
-    "one at a time": Way(run_by_hand, _flatten_one, option="per_device_train_batch_size=1"),
+    "one at a time": Way(run_by_hand, _flatten_one, option=ONE),
     "lossless": Way(run_labels, _pad, option=LOSSLESS, policy={}),
-    "lossless, logits whole": Way(run_labels, _pad, option=LOSSLESS, policy={"logits": "whole"}),
     "lossless, one batch": Way(run_labels, _pad_all, option=LOSSLESS, policy={}),
+    "lossless, one at a time": Way(run_labels, _pad_one, option=f"{LEAST}\n{ONE}", policy={"prefixes": "update"}),
 }
 
 

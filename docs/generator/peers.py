@@ -22,36 +22,36 @@ WORDS = {
     "by hand, prompt cached": "by hand: each prompt once, by a cache with a graph",
     "one at a time": "one example at a time, head at labels",
     "lossless": "**`lossless`**",
-    "lossless, logits whole": "**`lossless`**, `logits: whole`",
     "lossless, one batch": "**`lossless`**, all in one batch",
+    "lossless, one at a time": "**`lossless`**, one example at a time, `prefixes: update`",
 }
 OWN = tuple(name for name in WORDS if name.startswith("lossless"))
 HIDDEN = "by hand, linear_cross_entropy"  # its products are not seen by PyTorch's counter
 NEAR = 0.03  # of seconds: less is not told apart
 SCALES = {"flops": 1e9, "bytes": 1e6, "ratio": 1.0}
+SHAPES = {"wide": "four layers, a vocabulary of 32,768", "deep": "24 layers, a vocabulary of 4,096"}
 UNITS = {
     "instructions": "SFT, lengths of instructions, a third prompt",
-    "chat": "SFT, lengths of chats, half prompt",
-    "groups": "GRPO, answers to a prompt four times as long",
+    "chats": "SFT, lengths of chats, half prompt",
+    "groups": "GRPO, four answers to a prompt three times as long",
     "pairs": "DPO, pairs of answers to a prompt",
-    "agent": "a tree of an agent's turns",
+    "tree": "a tree of an agent's turns",
 }
+LEAST = "lossless, one at a time"
 INTRO = """`lossless` beside what a user would pick instead. Every way gives the same gradient of the mean loss over all
 labels of the examples, on a CPU. `python benchmarks/peers.py` measures this page anew.
 
 *Seconds* are CPU seconds of one thread for forward and backward of an example: medians over rounds in which every way
 runs once, quartiles in brackets. The machine was shared, so compare the *ratio* over the padded way in the same round.
-*FLOPs* and *MB* are counts; MB are the most bytes alive over weights and gradients. *Error* is that of the gradient
-against one example at a time in double precision. *Lines* are those that a user adds to the plain step.
+*FLOPs* are counted. *MB* is the most that a process of its own holds over weights and gradients. *Error* is that of the
+gradient against one example at a time in double precision. *Lines* are those that a user adds to the plain step.
 
-`lossless` is measured from its second step on, since the first one compares its gradient with the plain one. Its logits
-are in tiles unless the row says otherwise. PyTorch's `linear_cross_entropy` hides its products from the counter.
+`lossless` is measured from its second step on, since the first one compares its gradient with the plain one.
+PyTorch's `linear_cross_entropy` hides its products from the counter.
 
-**Correction of 2026-11-28.** The column *MB* does not show what a batch holds: in this model the peak of most rows
-is three copies of the embedding's gradient (151 MB), where no activation is left. In deep models `lossless` holds
-more than others do, since all rows of a batch are alive at once. With 24 layers of width 256 its process held 1.5 to
-2.2 times what the least of the others held (520 and 332 MB, 764 and 512, 634 and 287), in 0.35 to 0.43 of the padded
-time where the best of the others took 0.44 to 0.47."""
+**Correction of 2026-11-30.** Until now this page had one model of six layers, whose memory was three copies of the
+embedding's gradient, and said that no other way takes less. Memory is that of a process now, and models are
+deep or wide."""
 
 
 def page(root: Path) -> str:
@@ -61,24 +61,53 @@ def page(root: Path) -> str:
     versions = ", ".join(f"{name} {found.partition('+')[0]}" for name, found in about["versions"].items() if found)
     parts = [
         page_head("Beside what else there is", INTRO),
-        f"A llama of {about['parameters'] / 1e6:.0f} million parameters, vocabulary {about['model']['vocab_size']:,}, "
-        f"float32; {versions}; one thread.\n",
+        f"Llamas of width 256, untied, float32; {versions}; one thread.\n",
+        "## All cases\n",
+        "Time is over the padded way's. *Best* and *least* are of all ways that are not `lossless`.\n",
+        table(ALL, [_summarize(name, case["ways"]) for name, case in record["cases"].items()]),
+        "",
     ]
     for name, case in record["cases"].items():
+        shape, _, kind = name.partition("-")
         is_timed = "ratio" in case["ways"]["lossless"]
         shown = slice(0 if is_timed else 2, None)
         rows = [[WORDS[way], *_cells(way, row)[shown]] for way, row in case["ways"].items()]
         loads = ", ".join(f"{load:.1f}" for load in case["load"])
         rounds = f"{len(case['ways']['padded']['seconds'])} rounds; load of the machine {loads}"
         parts += [
-            f"## {UNITS[name][0].upper()}{UNITS[name][1:]}\n",
-            f"{case['examples']} examples, {case['tokens']:,} tokens, {case['labels']:,} with a label, batches of "
-            f"{case['batch_size']}; {rounds if is_timed else 'not timed'}.\n",
+            f"## {name.capitalize().replace('-', ' ')}\n",
+            f"{UNITS[kind][0].upper()}{UNITS[kind][1:]}. A model of {SHAPES[shape]}, "
+            f"{case['parameters'] / 1e6:.0f} million parameters. {case['examples']} examples, "
+            f"{case['tokens']:,} tokens, {case['labels']:,} with a label, batches of {case['batch_size']}; "
+            f"{rounds if is_timed else 'not timed'}.\n",
             table(["way", *["s an example", "ratio", "GFLOP", "MB", "error", "lines"][shown]], rows),
             *(f"- {line}" for line in _behind(case["ways"])),
             "",
         ]
     return "\n".join(parts)
+
+
+ALL = [
+    "case",
+    "`lossless`: time, MB",
+    "best time of others",
+    "least MB of others",
+    "`lossless` one at a time: time, MB",
+]
+
+
+def _summarize(name: str, ways: dict[str, Any]) -> list[str]:
+    """Return a case in one row."""
+    others = {way: row for way, row in ways.items() if way not in OWN and "refused" not in row}
+    fast, small = (min(others, key=lambda way: _number(others[way], key)) for key in ("ratio", "bytes"))
+    own, least = (f"{_value(ways[way], 'ratio')}, {_value(ways[way], 'bytes')}" for way in ("lossless", LEAST))
+    return [
+        name.replace("-", " "),
+        own,
+        f"{_value(others[fast], 'ratio')}, {WORDS[fast]}",
+        f"{_value(others[small], 'bytes')}, {WORDS[small]}",
+        least,
+    ]
 
 
 def _read(root: Path) -> Any:
@@ -112,16 +141,14 @@ def _cells(way: str, row: dict[str, Any]) -> list[str]:
 
 
 def _behind(ways: dict[str, Any]) -> list[str]:
-    """Return where another way has less than `lossless`, in one line each."""
+    """Return where another way has less than `lossless`, in one line each; memory beside the form that holds least."""
     lines = []
-    for key, words in (("ratio", "of the time"), ("flops", "of the FLOPs")):
-        if key not in ways["lossless"]:
-            continue
-        own = _number(ways["lossless"], key)
+    kinds = (("ratio", "lossless", "of the time"), ("flops", "lossless", "of the FLOPs"), ("bytes", LEAST, "of the MB"))
+    for key, of, words in kinds:
+        own = _number(ways[of], key)
         for way, row in ways.items():
             if way in OWN or key not in row or (key == "flops" and way == HIDDEN):
                 continue
             if (share := _number(row, key) / own) < 1 - NEAR:
-                lines.append(f"Behind: {WORDS[way]} takes {share:.2f} {words} of `lossless`.")
-    than = "less time or fewer FLOPs" if "ratio" in ways["lossless"] else "fewer FLOPs"
-    return lines or [f"No other way takes {than} than `lossless`, beyond 3 %."]
+                lines.append(f"Behind: {WORDS[way]} takes {share:.2f} {words} of {WORDS[of]}.")
+    return lines or ["No other way takes less time, FLOPs or MB than `lossless` in one of these forms, beyond 3 %."]
