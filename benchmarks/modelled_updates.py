@@ -10,6 +10,7 @@ is left out.
 
 from __future__ import annotations
 
+import argparse
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -122,8 +123,11 @@ def print_updates(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Predict, print and write."""
-    rows = predict()
     out = Path(__file__).parent / "results" / "gpu-headline-modelled.json"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out, help="file of the result")
+    out = parser.parse_args().out
+    rows = predict()
     record = {"format": 1, "measured": False, "device": "a model of an H100", "torch": torch.__version__, "rows": rows}
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print_updates(rows)
