@@ -29,7 +29,7 @@ def data(
 
     checked, origin, _ = load_checked(recipe, changes or [])
     answer = ask_worker("data_preview", make_plan(checked, origin), "reads the data")
-    tell(DataAnswer(**answer), output, _print)
+    tell(DataAnswer.read(answer), output, _print)
 
 
 def _print(found: DataAnswer) -> None:

@@ -11,7 +11,6 @@ from math import inf
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.answer.recipe_record import PolicyLine, PolicyList, PolicyOption
@@ -138,6 +137,8 @@ def describe_policy(found: FoundPolicy) -> PolicyLine:
 def _make_forms(policy_class: type[Policy], options: dict[str, Any], required: set[str]) -> Iterator[Policy]:
     """Yield the policy with its defaults, and with each other value of each option that has few values. A number
     without a default is set to 0.5. Forms that the policy refuses are left out."""
+    from pydantic import ValidationError
+
     values = {name: _list_values(option) for name, option in options.items()}
     needed = {name: values[name] or [0.5] for name in sorted(required)}
     for base in (dict(zip(needed, each, strict=True)) for each in product(*needed.values())):

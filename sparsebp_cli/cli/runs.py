@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,13 +132,14 @@ class _Listing:
     def line(self, run: RunFolder) -> RunLine:
         """Return a run's plain values."""
         if run.run_id not in self._lines:
-            self._lines[run.run_id] = describe_run(run).model_copy(update=dict(self._trials.get(run.run_id, {})))
+            of_study: dict[str, Any] = dict(self._trials.get(run.run_id, {}))
+            self._lines[run.run_id] = replace(describe_run(run), **of_study)
         return self._lines[run.run_id]
 
     def full_line(self, run: RunFolder, columns: Sequence[str]) -> RunLine:
         """Return a run's plain values, with those of additional columns."""
         more = {name: self.value(run, name) for name in columns if name not in COLUMN and name not in OF_STUDY}
-        return self.line(run).model_copy(update={"columns": more})
+        return replace(self.line(run), columns=more)
 
     def value(self, run: RunFolder, name: str) -> object:
         """Return the value of a column; None if the run has none."""

@@ -22,7 +22,9 @@ def test_no_number_is_folded_in_a_narrow_terminal(
     numbers = {"price": 0.52, "noise": 12.61, "noise_curved": 0.32, "bias": 0.42, "product": 0.82, "rate": 0.78}
     name = {"name": "selective-backprop keep=0.5", "verdict": "cannot beat a smaller batch"}
     policy = POLICY | {key: interval(value) for key, value in numbers.items()} | name
-    print_worth(WorthAnswer(**{key: value for key, value in WORTH.items() if key != "format"} | {"policies": [policy]}))
+    print_worth(
+        WorthAnswer.read({key: value for key, value in WORTH.items() if key != "format"} | {"policies": [policy]})
+    )
     printed = capsys.readouterr().out
     assert all(len(line) <= width for line in printed.splitlines())
     assert len(printed.splitlines()) <= 24 or width < 80
@@ -46,7 +48,7 @@ def test_several_policies_are_answered_on_one_screen(
         | {"name": f"largest-rows-{number} keep=0.5", "verdict": "cannot beat a smaller batch", "as_at_step": number}
         for number in range(num_policies)
     ]
-    found = WorthAnswer(**{key: value for key, value in WORTH.items() if key != "format"} | {"policies": policies})
+    found = WorthAnswer.read({key: value for key, value in WORTH.items() if key != "format"} | {"policies": policies})
     print_worth(found)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24

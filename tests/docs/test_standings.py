@@ -69,8 +69,9 @@ def test_the_same_values_are_chosen_from_the_archived_trials(archive: Path) -> N
     rate, batch = found["notes"]
     assert batch.endswith("training.per_device_train_batch_size=1 is the least of its grid, extended 1 times")
     assert rate.endswith("training.learning_rate=0.0003333 is the least of its grid, extended 1 times")
-    assert f"{len(batch.partition(':')[0].split(','))} of the 14 tuned arms have their lowest validation loss at batches of 1" in SAID
-    assert f"and {len(rate.partition(':')[0].split(','))} of them at the lowest rate" in SAID
+    arms, slow = (len(note.partition(":")[0].split(",")) for note in (batch, rate))
+    assert f"{arms} of the 14 tuned arms have their lowest validation loss at batches of 1" in SAID
+    assert f"and {slow} of them at the lowest rate" in SAID
 
 
 def test_the_predicted_cost_of_lossless_is_what_worth_measured() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
-
-from pydantic import Field
 
 from sparsebp_cli.cli.answer.record import Answer, Problem
 
@@ -50,9 +49,9 @@ class CheckedRecipe(Answer):
     """Number of optimizer steps of a run."""
     num_runs: int | None = None
     """Number of runs that ``--seeds`` would make."""
-    unknown: list[str] = Field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     """What this machine cannot check."""
-    notes: list[str] = Field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     """Problems of the resulting data, and the results of ``--probe``."""
 
 
@@ -75,7 +74,7 @@ class CheckedStudy(Answer):
     """Number of optimizer steps of one of its runs."""
     seeds: list[int]
     """Seeds of the reported runs."""
-    unknown: list[str] = Field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     """What this machine cannot check."""
 
 
@@ -84,7 +83,7 @@ class CheckedRecipes(Answer):
 
     recipes: list[CheckedRecipe]
     """In the given order, with invalid studies."""
-    studies: list[CheckedStudy] = Field(default_factory=list)
+    studies: list[CheckedStudy] = field(default_factory=list)
     """The valid studies."""
 
 
@@ -133,7 +132,7 @@ class PolicyLine(Answer):
     """Why it is broken; empty if it works."""
     summary: str = ""
     """Description in one line."""
-    options: list[PolicyOption] = Field(default_factory=list)
+    options: list[PolicyOption] = field(default_factory=list)
     """Options of the policy."""
     exact: bool | None = None
     """Whether its gradient equals the dense one; null if this depends on options, or the policy is broken."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
-
-from pydantic import Field
 
 from sparsebp_cli.cli.answer.record import Answer, FieldChange, Number
 
@@ -33,7 +32,7 @@ class RunLine(Answer):
     """Time at which its plan was made, in seconds since 1970."""
     folder: str
     """Folder of its files."""
-    tags: list[str] = Field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
     """Its tags; ``@TAG`` names all runs with a tag."""
     note: str = ""
     """Note of a user."""
@@ -45,7 +44,7 @@ class RunLine(Answer):
     """Varied values in that study."""
     role: str | None = None
     """``rehearse``, ``tune``, ``report`` or ``control`` in that study."""
-    columns: dict[str, Any] = Field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     """Values of additional columns requested with ``--columns``."""
 
 
@@ -78,7 +77,7 @@ class RunOutcome(Answer):
     """How it ended, or what was done to it; empty if its state says enough."""
     log_file: str
     """Path of its worker's output."""
-    changes: list[FieldChange] = Field(default_factory=list)
+    changes: list[FieldChange] = field(default_factory=list)
     """The changes for which it was refused."""
     repeats: str | None = None
     """Id of the run that it repeats."""

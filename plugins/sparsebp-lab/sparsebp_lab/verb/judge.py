@@ -112,7 +112,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
         if script is not None and terms.budget.unit == "flops":
             raise UsageError(f"with --script, --budget must be a time (90s, 30m, 2h, 1d), got {budget!r}")
     answer = _judge(arms, terms)
-    tell(Judgement.model_validate(answer.to_facts()), output, lambda _: _print(answer))
+    tell(Judgement.read(answer.to_facts()), output, lambda _: _print(answer))
     if answer.is_stopped:
         print_line(f"next: {shlex.join(['sparsebp', *sys.argv[1:]])}", stderr=True)
     raise typer.Exit(answer.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.cli.answer import warn
@@ -79,7 +80,7 @@ def run_until(
         _send_looks(chosen)
     answer = _make_answers(trial, names, metric, stopped, [run.run_id for run in chosen])
     if trial.open and not code:
-        tell("budget-spent", answer.model_dump(mode="json"))
+        tell("budget-spent", asdict(answer))
     return answer, code
 
 

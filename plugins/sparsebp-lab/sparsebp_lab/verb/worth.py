@@ -60,7 +60,7 @@ def worth(
         plan_file = make_plan(checked, origin).save(Path(folder))
         found = measure_apart("sparsebp_lab.worth", json.dumps({"plan": str(plan_file), "all": every}))
     found.pop("format")  # belongs to the worker's answer; the document has its own version
-    tell(WorthAnswer(**found), output, partial(print_worth, everything=every))
+    tell(WorthAnswer.read(found), output, partial(print_worth, everything=every))
 
 
 def print_worth(found: WorthAnswer, *, everything: bool = False) -> None:

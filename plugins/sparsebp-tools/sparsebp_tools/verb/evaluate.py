@@ -54,7 +54,8 @@ def evaluate(
     kept, lost = _keep(run, found) if run is not None and limit is None else ([], None)
     tasks = {task: {k: part for k, part in one.items() if k != "scores"} for task, one in found["tasks"].items()}
     run_id = None if run is None else run.run_id
-    tell(Evaluation(run_id=run_id, version=found["version"], tasks=tasks, kept=list(kept)), output, _print)
+    facts = {"run_id": run_id, "version": found["version"], "tasks": tasks, "kept": list(kept)}
+    tell(Evaluation.read(facts), output, _print)
     if run is not None and lost is not None:
         # After the results, which took minutes and are stored nowhere else.
         text = lost if isinstance(lost, SparseBPError) else explain_system_error(lost) or lost

@@ -8,6 +8,7 @@ resumes.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,13 +58,13 @@ def rerun(
         jobs = submit_all([prepare(plan, seal, anyway=anyway)])
         new = jobs[0].run
         if detach:
-            outcome = make_outcome(new).model_copy(update={"repeats": old.run_id})
+            outcome = replace(make_outcome(new), repeats=old.run_id)
             tell(make_outcomes([outcome]), output, print_ids)
             return
         print_line(f"run {new.run_id} repeats {old.run_id}", stderr=True)
         code = follow_all(jobs, interrupts).exit_code
     losses = compare_losses(History.load(old.path), History.load(new.path)) if code == 0 else None
-    outcome = make_outcome(new, code).model_copy(update={"repeats": old.run_id, "losses": losses})
+    outcome = replace(make_outcome(new, code), repeats=old.run_id, losses=losses)
     tell(make_outcomes([outcome]), output, _print)
     raise typer.Exit(code)
 
