@@ -46,7 +46,11 @@ WRONG = [
     ),
     ("steps: 20", "steps: 20, part: {topk: 1.5}", "budget.part.topk: must be at most 1, got 1.5"),
     ("steps: 20", "steps: 20, part: {tpk: 0.5}", "budget.part.tpk: must be one of the arms (dense, topk), got 'tpk'"),
-    ("same: cost, as: dense", "same: steps, part: {topk: 0.5}", "budget: part needs 'same: cost', 'same: time' or"),
+    (
+        "same: cost, as: dense",
+        "same: steps, part: {topk: 0.5}",
+        "budget: the key part needs 'same: cost', 'same: time'",
+    ),
     ("as: dense, ", "", "budget: 'same: cost' needs 'as: ARM'"),
     ("steps: 20", "steps: 9", "budget.steps: must be at least 10, got 9"),
     ("tune: [0]", "tune: 2-0", "seeds.tune: a range must ascend, got 2-0; did you mean 0-2?"),

@@ -50,7 +50,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool,
         typer.Option(
             "--write",
-            help="At the end, add the policy `lossless` to a script that has one Trainer, and show the diff.",
+            help="Write the policy `lossless` into the audited script, which must have one Trainer, and show the diff.",
             rich_help_panel=WHAT,
         ),
     ] = False,

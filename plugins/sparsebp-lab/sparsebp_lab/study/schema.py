@@ -66,7 +66,7 @@ class BudgetSection(BaseModel):
         default_factory=dict,
         description=(
             "For 'same: cost', 'same: time' and 'same: tokens': map from an arm to its fraction of the budget, such "
-            "as {lossless: 0.5}. It tests whether the arm is as good with less. The other arms get the whole budget."
+            "as {lossless: 0.5}. This tests whether lossless is as good with half the budget. Other arms get all of it."
         ),
     )
 
@@ -99,8 +99,8 @@ class BudgetSection(BaseModel):
             )
         if self.part and self.same == "steps":
             raise ValueError(
-                "part needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every arm trains the "
-                "same number of steps"
+                "the key part needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every arm trains "
+                "the same number of steps"
             )
         return self
 

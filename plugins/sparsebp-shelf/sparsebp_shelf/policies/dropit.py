@@ -37,7 +37,7 @@ class DropIT(InputSaver):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.2, description="Fraction of the entries of each input that is kept, in (0, 1]; 1.0 is dense."
+        0.2, description="Fraction of each linear layer's input that is kept for the backward, in (0, 1]; 1.0 is dense."
     )
     within: Literal["input", "example"] = Field(
         "input",

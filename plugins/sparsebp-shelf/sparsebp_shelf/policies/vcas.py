@@ -85,7 +85,9 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
             "Number of steps between two rounds of trial passes, which measure the variance and adapt how much is kept."
         ),
     )
-    batches: Annotated[int, Field(ge=2)] = Field(2, description="Number of micro-batches in a round of trial passes.")
+    batches: Annotated[int, Field(ge=2)] = Field(
+        2, description="Micro-batches in each round of trial passes, which measure variance and train nothing."
+    )
     by: Literal["norm", "uniform"] = Field(
         "norm",
         description="Probabilities of the draw. norm: in proportion to the norms. uniform: all equal, as a control.",

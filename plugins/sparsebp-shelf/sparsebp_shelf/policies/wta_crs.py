@@ -40,7 +40,7 @@ class WTACRS(InputSaver):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.3, description="Fraction of the rows of each input that is kept, in (0, 1]; 1.0 is dense."
+        0.3, description="Fraction of the rows of each linear layer's input that is kept, in (0, 1]; 1.0 is dense."
     )
     by: Literal["norm", "uniform"] = Field(
         "norm",
