@@ -44,7 +44,7 @@ OWN = ("started", "pid", "code")  # files that the engine adds to a run's folder
 
 
 class FolderOptions(TargetOptions):
-    """Options of the target ``folder``."""
+    """A folder of this machine, as on a host without a scheduler."""
 
     there: Path = Field(description="The folder; it is made if it does not exist.")
 

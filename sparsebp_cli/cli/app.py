@@ -108,17 +108,7 @@ VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "More: this machine and others": (doctor, targets),
 }
 # Commands that write runs or the store; keep_private() applies to them. Others write only files that the user names.
-WRITING = {
-    "run",
-    "quickstart",
-    "resume",
-    "cancel",
-    "prune",
-    "rm",
-    "tag",
-    "sync",
-    "doctor",
-}
+WRITING = {"run", "quickstart", "resume", "cancel", "prune", "rm", "tag", "sync", "doctor"}
 for name, entry, function in load_verbs():
     EXAMPLES[name] = entry.example
     VERBS[entry.panel] = (*VERBS.get(entry.panel, ()), function)

@@ -17,8 +17,8 @@ def answer_grid(comparison: Comparison) -> Grid:
     rows = tuple(_row(comparison, group) for group in comparison.groups)
     way = f", {comparison.better} is better" if comparison.better else ""
     columns = ("group", "mean", "to baseline", "cost", "speed", "limit", "memory")
-    gains: tuple[tuple[Subject, int], ...] = (("quality", 2), ("step time", 4), ("memory", 6))
-    bold = [find_gains(comparison, comparison.groups, subject, column) for subject, column in gains]
+    gains: dict[Subject, str] = {"quality": "to baseline", "step time": "speed", "memory": "memory"}
+    bold = [find_gains(comparison, comparison.groups, one, columns.index(name)) for one, name in gains.items()]
     kind = comparison.interval_kind
     title = f"{comparison.metric}, {comparison.reducer}{way}{kind and f' [{kind}]'}"
     return Grid(title, columns, rows, bold=frozenset().union(*bold))

@@ -46,9 +46,8 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
     broken = f"; {'; '.join(known.problems)}" if known.problems else ""
     return (
         Rule(
-            "{policy}: its kind is not supported; built: "
-            + ", ".join(kind.name for kind in known.kinds)
-            + broken.replace("{", "{{").replace("}", "}}"),
+            "{policy}: its class is of no installed kind; a package registers one as an entry point of sparsebp.kinds. "
+            "Installed: " + ", ".join(kind.name for kind in known.kinds) + broken.replace("{", "{{").replace("}", "}}"),
             policy={"kind": ("",)},
         ),
         Rule(

@@ -119,7 +119,9 @@ def test_a_kind_that_the_engine_does_not_carry_out_is_refused(install: Install, 
     install("half-plugin", {"half": "Half", "never": "Never"})
     assert find_policies()["never"].kind == "Dropper"
     line = refuse(SMALL + "policy: [half, never]")
-    assert line.startswith("r.yaml:5:16: policy.1.name: 'never': its kind is not supported; built: GradientSelector, ")
+    assert line.startswith(
+        "r.yaml:5:16: policy.1.name: 'never': its class is of no installed kind; a package registers one "
+    )
 
 
 @pytest.mark.parametrize(

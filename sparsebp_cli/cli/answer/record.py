@@ -11,8 +11,7 @@ from sparsebp_cli.errors import RecipeError, SparseBPError, find_nearest
 class OrNull:
     """Describe a number that JSON may not be able to represent."""
 
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
-        """Return the schema of a number or null."""
+    def __get_pydantic_json_schema__(self, *_: object) -> dict[str, Any]:
         return {"type": ["number", "null"]}
 
 
