@@ -78,7 +78,8 @@ def test_a_case_that_always_names_and_nobody_has_is_an_error(pytestconfig: pytes
 
 def _sample(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, commit: str) -> list[str]:
     monkeypatch.setattr(tier, "find_commit", lambda root: commit)
-    files = {"tests/backward/test_x.py": "", "tests/plan/test_x.py": "", "tests/plan/test_s.py": "slow"}
+    files = {"tests/backward/test_x.py": "", "tests/plan/test_x.py": ""}
+    files |= dict.fromkeys(("tests/plan/test_s.py", "tests/plan/test_t.py", "tests/plan/test_u.py"), "slow")
     names = {f"{file}::test_{letter}": mark for file, mark in files.items() for letter in "abcdef"}
     items = [Mock(nodeid=f"{name}[{number}]", mark=mark) for name, mark in names.items() for number in range(11)]
     items += [Mock(nodeid="tests/backward/test_x.py::test_row", mark="promise")]
@@ -86,7 +87,7 @@ def _sample(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, commit
         item.iter_markers = lambda item=item: [getattr(pytest.mark, item.mark).mark] if item.mark else []
     config = Mock(getini=pytestconfig.getini, rootpath=ROOT)
     tier.sample(config, items)
-    assert len(config.hook.pytest_deselected.call_args.kwargs["items"]) + len(items) == 3 * 6 * 11 + 1
+    assert len(config.hook.pytest_deselected.call_args.kwargs["items"]) + len(items) == 5 * 6 * 11 + 1
     return [item.nodeid for item in items]
 
 
@@ -97,9 +98,11 @@ def test_each_commit_draws_its_tests_and_every_file_keeps_some(
     assert first == again != other
     for drawn in (first, other):
         files = Counter(name.partition("::")[0] for name in drawn if "[" in name)
-        # Four of eleven cases each: a quarter of quick tests of a sampled folder, all elsewhere, a sixth of slow ones.
-        quick, others, slow = "tests/backward/test_x.py", "tests/plan/test_x.py", "tests/plan/test_s.py"
-        assert files == {quick: 2 * 4, others: 6 * 4, slow: 1 * 4}
+        # Four of eleven cases each: a quarter of quick tests of a sampled folder, all elsewhere. A slow file draws a
+        # sixth, and the folder keeps that of two files of three.
+        assert files["tests/backward/test_x.py"] == 2 * 4
+        assert files["tests/plan/test_x.py"] == 6 * 4
+        assert sorted(files.values()) == [4, 4, 2 * 4, 6 * 4]
         assert "tests/backward/test_x.py::test_row" in drawn
 
 

@@ -88,8 +88,9 @@ def _is_part(function: str, items: Sequence[pytest.Item]) -> bool:
 
 
 def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests: each commit draws others, and `make test-long` runs all. Every file keeps some, every
-    promise and every list of all verbs, messages or sources all."""
+    """Leave out tests: each commit draws others, and `make test-long` runs all. Every file keeps some quick ones, and a
+    folder half of the slow ones that its files draw. Every promise and every list of all verbs, messages or sources is
+    whole."""
     commit = find_commit(config.rootpath)
     folders = tuple(f"{folder}/" for folder in config.getini("sampled_folders"))
     functions: dict[str, list[pytest.Item]] = {}
@@ -99,11 +100,16 @@ def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     for function, cases in functions.items():
         share = find_share(cases, is_sampled=function.startswith(folders))
         alike.setdefault((function.partition("::")[0], share), []).append(function)
+    drawn, slow = list[str](), dict[str, list[str]]()
+    for (file, share), names in alike.items():
+        some = draw(names, -(-len(names) // share), commit)
+        (slow.setdefault(file.rpartition("/")[0], []) if share == SLOW_SHARE else drawn).extend(some)
+    for names in slow.values():
+        drawn += draw(names, -(-len(names) // 2), commit)
     taken = set[pytest.Item]()
-    for (_, share), names in alike.items():
-        for name in draw(names, -(-len(names) // share), commit):
-            cases = {item.nodeid: item for item in functions[name]}
-            taken |= {cases[case] for case in draw(cases, count_sampled(len(cases)), commit)}
+    for name in drawn:
+        cases = {item.nodeid: item for item in functions[name]}
+        taken |= {cases[case] for case in draw(cases, count_sampled(len(cases)), commit)}
     gone = [item for item in items if item not in taken]
     items[:] = [item for item in items if item in taken]
     config.hook.pytest_deselected(items=gone)

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_weights_gradients_and_state_stay_below_1_3_times_the_weights(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "eager.py"), "--tiny", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

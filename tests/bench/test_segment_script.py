@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_the_script_runs_and_more_segments_hold_fewer_bytes(tmp_path: Path) -> None:
     out = tmp_path / "segments.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "segments.py"), "--tiny", "--out", str(out)]

@@ -54,6 +54,7 @@ def write_data(shell: Shell, page: Path = FOLLOWED[0]) -> list[list[str]]:
     return [shlex.split(command.text) for command in of(page, commands())]
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_become_recipes_that_are_valid(shell: Shell, tmp_path: Path) -> None:
     for words in write_data(shell):
         if words[1] not in TRAINS:
@@ -89,6 +90,7 @@ def test_a_chat_file_becomes_a_model_that_answers(
     assert re.fullmatch(r"\s*\d+\s*", shell(sys.executable, "-c", ask.text))
 
 
+@pytest.mark.slow
 def test_a_policy_of_ones_own_is_written_installed_and_tested(shell: Shell, tmp_path: Path) -> None:
     [command] = [each for each in of(GUIDE / "policy.md", commands()) if " new policy " in each.text]
     words = shlex.split(command.text)

@@ -65,6 +65,7 @@ def shorten(text: str) -> Any:
     return json.loads(text, parse_float=lambda digits: float(f"{float(digits):.12g}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_the_reports_come_again_from_the_values(wins: ModuleType, task: str) -> None:
     for name, text in (wins.report(task) if is_trained(task) else {}).items():

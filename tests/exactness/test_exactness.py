@@ -57,6 +57,7 @@ def test_a_loss_that_reads_what_was_not_computed_is_refused_or_right(loss: str) 
         assert {one.verdict for one in made} <= {"right", "plain", "refused"}
 
 
+@pytest.mark.slow
 def test_a_short_draw_finds_nothing_wrong() -> None:
     draw, end = Draw(0, {"entry": ("attach",), "wrapper": ("none", "checkpointing", "scaler")}), 60 * MINUTES
     count, start, wrong = Counter[str](), time.monotonic(), []
@@ -132,6 +133,7 @@ def _arrange_wrong(*args: object, **kwargs: object) -> object:
     return found
 
 
+@pytest.mark.slow
 def test_a_wrong_position_is_found_made_small_and_written_as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "arrange_segments", _arrange_wrong)
     drawn = {"policy": "never", "padding": "right", "labels": "others", "adapter": "frozen", "positions": "shifted"}

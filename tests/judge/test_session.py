@@ -169,6 +169,7 @@ def _judge(file: Path, number: int, how: str) -> None:
     make_session(file, BETTER).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["before", "half", "after"])
 def test_killed_at_every_write_it_loses_no_look_and_counts_none_twice(
     file: Path, how: str, home_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

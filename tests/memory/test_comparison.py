@@ -36,6 +36,7 @@ def _peak(when: str) -> tuple[int, int]:
     return trace.peak.split.total, sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_comparison_takes_the_gradients_of_one_more_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "CHUNK", 2**12)
     (compared, gradients), (alone, _) = _peak("always"), _peak("never")

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(version("transformers") == "5.17.0", reason="it saves generators as cpu:0, which torch cannot load")
 def test_two_processes_train_as_trainer_does_and_resume(tmp_path: Path) -> None:
     with socket.socket() as free:

@@ -75,6 +75,7 @@ def test_a_config_alone_is_enough_and_the_batch_is_then_full(tmp_path: Path) -> 
     assert found.hours(step) == pytest.approx((step.pass_flops + step.update_flops) * 10 / 1e9 / 3600)
 
 
+@pytest.mark.slow
 def test_changes_that_need_less_are_tried_exact_ones_first(tmp_path: Path) -> None:
     found = _forecast(_write(tmp_path), remedies=True)
     changes = {" ".join(one.changes): one for one in found.remedies}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sparsebp_cli.run import History, metric
 from tests.chaos.kill import resume_killed
 from tests.worker.conftest import LLAMA
@@ -10,6 +12,7 @@ FOUR = LLAMA | {"num_hidden_layers": 4}
 POLICY = {"name": "random-ltd", "min_tokens": 5, "increase_step": 1, "over": 0.8}
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_identically_and_does_what_it_claims(tiny_recipe, prepared) -> None:
     recipe = tiny_recipe(
         model={"config": FOUR | {"attention_dropout": 0.1}},

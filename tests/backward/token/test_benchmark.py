@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.block import ROOT
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_and_every_way_is_in_its_table(tmp_path: Path) -> None:
     out = tmp_path / "tokens.json"
     command = [sys.executable, "benchmarks/tokens.py", "--tiny", "--family", "phi", "--out", str(out)]
