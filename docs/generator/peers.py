@@ -104,10 +104,15 @@ def _summarize(name: str, ways: dict[str, Any]) -> list[str]:
     return [
         name.replace("-", " "),
         own,
-        f"{_value(others[fast], 'ratio')}, {WORDS[fast]}",
-        f"{_value(others[small], 'bytes')}, {WORDS[small]}",
+        f"{_value(others[fast], 'ratio')}, {_name_alone(fast)}",
+        f"{_value(others[small], 'bytes')}, {_name_alone(small)}",
         least,
     ]
+
+
+def _name_alone(way: str) -> str:
+    """Return the words of a way outside of its table, where no row is above it."""
+    return WORDS[way].replace("the same, ", "by hand, ")
 
 
 def _read(root: Path) -> Any:

@@ -94,3 +94,17 @@ def test_the_memory_of_a_process_grows_with_the_layers_of_its_model(
         env = os.environ | peers.MAPPED | {"PYTHONPATH": str(ROOT / "benchmarks")}
         found[layers] = int(subprocess.run(run, check=True, capture_output=True, text=True, env=env).stdout.split()[-1])
     assert 1.5 < found[8] / found[4] < 2.5
+
+
+def test_the_guide_says_of_memory_what_was_measured() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text(encoding="utf-8"))
+    assert len(record["cases"]) == 7
+    shares, times = [], []
+    for case in record["cases"].values():
+        ways = case["ways"]
+        others = [row["bytes"] for way, row in ways.items() if "lossless" not in way and "bytes" in row]
+        shares.append(ways["lossless, one at a time"]["bytes"] / min(others))
+        times.append(ways["lossless, one at a time"]["ratio"]["median"] / ways["lossless"]["ratio"]["median"])
+    text = " ".join((ROOT / "docs" / "guide" / "lossless.md").read_text(encoding="utf-8").split())
+    assert f"held {min(shares):.2f} to {max(shares):.2f} of the memory of the best other way" in text
+    assert f"took {min(times):.1f} to {max(times):.1f} times as long as `lossless` in batches of four" in text
