@@ -1,9 +1,9 @@
 """Compares `lossless` with what a user would pick in its place, on seven kinds of updates of two shapes of a llama:
 four layers with a vocabulary of 32,768, and 24 layers with one of 4,096.
 
-    python benchmarks/peers.py                     # an hour of one core; writes benchmarks/results/peers.json
-    python benchmarks/peers.py --case wide-pairs   # one kind; the others keep their rows
-    python benchmarks/peers.py --tiny              # the same code in a minute; it measures nothing
+    python benchmarks/peers.py                           # an hour of one core; writes benchmarks/results/peers.json
+    python benchmarks/peers.py --case wide-pairs         # one kind; the others keep their rows
+    python benchmarks/peers.py --tiny --case wide-tree   # the same code in two minutes; it measures nothing
 
 A pass is forward and backward of all batches of a unit, with one thread. FLOPs are counted in one pass, as operators
 happen, beside the error of the gradient against one example at a time in double precision. Bytes are those of a process

@@ -49,9 +49,9 @@ gradient against one example at a time in double precision. *Lines* are those th
 `lossless` is measured from its second step on, since the first one compares its gradient with the plain one.
 PyTorch's `linear_cross_entropy` hides its products from the counter.
 
-**Correction of 2026-11-30.** Until now this page had one model of six layers, whose memory was three copies of the
-embedding's gradient, and said that no other way takes less. Memory is that of a process now, and models are
-deep or wide."""
+**Corrections of 2026-11-28 and 2026-11-30.** At first this page said that no other way takes less memory than
+`lossless`. Its numbers were three copies of the embedding's gradient, and showed no activations. Since the second
+correction memory is that of a process, and models are deep or wide."""
 
 
 def page(root: Path) -> str:
@@ -69,9 +69,7 @@ def page(root: Path) -> str:
     ]
     for name, case in record["cases"].items():
         shape, _, kind = name.partition("-")
-        is_timed = "ratio" in case["ways"]["lossless"]
-        shown = slice(0 if is_timed else 2, None)
-        rows = [[WORDS[way], *_cells(way, row)[shown]] for way, row in case["ways"].items()]
+        rows = [[WORDS[way], *_cells(way, row)] for way, row in case["ways"].items()]
         loads = ", ".join(f"{load:.1f}" for load in case["load"])
         rounds = f"{len(case['ways']['padded']['seconds'])} rounds; load of the machine {loads}"
         parts += [
@@ -79,8 +77,8 @@ def page(root: Path) -> str:
             f"{UNITS[kind][0].upper()}{UNITS[kind][1:]}. A model of {SHAPES[shape]}, "
             f"{case['parameters'] / 1e6:.0f} million parameters. {case['examples']} examples, "
             f"{case['tokens']:,} tokens, {case['labels']:,} with a label, batches of {case['batch_size']}; "
-            f"{rounds if is_timed else 'not timed'}.\n",
-            table(["way", *["s an example", "ratio", "GFLOP", "MB", "error", "lines"][shown]], rows),
+            f"{rounds}.\n",
+            table(["way", "s an example", "ratio", "GFLOP", "MB", "error", "lines"], rows),
             *(f"- {line}" for line in _behind(case["ways"])),
             "",
         ]
@@ -116,9 +114,9 @@ def _name_alone(way: str) -> str:
 
 
 def _read(root: Path) -> Any:
-    """Return the record, without kinds of updates that are not counted to their end."""
+    """Return the record, without kinds of updates that are not measured to their end."""
     record = json.loads((root / "benchmarks" / "results" / "peers.json").read_text(encoding="utf-8"))
-    record["cases"] = {name: case for name, case in record["cases"].items() if case["ways"].keys() == WORDS.keys()}
+    record["cases"] = {name: case for name, case in record["cases"].items() if "ratio" in case["ways"].get(LEAST, {})}
     return record
 
 
@@ -127,8 +125,6 @@ def _number(row: dict[str, Any], key: str) -> float:
 
 
 def _value(row: dict[str, Any], key: str) -> str:
-    if key not in row:
-        return ""
     return {"flops": "{:.1f}", "bytes": "{:.0f}", "ratio": "{:.2f}"}[key].format(_number(row, key) / SCALES[key])
 
 
@@ -137,8 +133,6 @@ def _cells(way: str, row: dict[str, Any]) -> list[str]:
         return ["", "", f"not run: {row['refused']}", "", "", ""]
     seconds, ratio = (
         f"{row[key]['median']:.{digits}f} ({row[key]['low']:.{digits}f} to {row[key]['high']:.{digits}f})"
-        if key in row
-        else "not timed"
         for key, digits in (("seconds_of_example", 3), ("ratio", 2))
     )
     flops = _value(row, "flops") + (", in part hidden" if way == HIDDEN else "")
@@ -146,14 +140,20 @@ def _cells(way: str, row: dict[str, Any]) -> list[str]:
 
 
 def _behind(ways: dict[str, Any]) -> list[str]:
-    """Return where another way has less than `lossless`, in one line each; memory beside the form that holds least."""
+    """Return where another way has less than `lossless`, in one line each: of time and FLOPs beside `lossless` in
+    batches, of memory beside the form that holds least."""
     lines = []
-    kinds = (("ratio", "lossless", "of the time"), ("flops", "lossless", "of the FLOPs"), ("bytes", LEAST, "of the MB"))
-    for key, of, words in kinds:
-        own = _number(ways[of], key)
-        for way, row in ways.items():
-            if way in OWN or key not in row or (key == "flops" and way == HIDDEN):
-                continue
-            if (share := _number(row, key) / own) < 1 - NEAR:
-                lines.append(f"Behind: {WORDS[way]} takes {share:.2f} {words} of {WORDS[of]}.")
-    return lines or ["No other way takes less time, FLOPs or MB than `lossless` in one of these forms, beyond 3 %."]
+    kinds = (
+        ("ratio", "lossless", "time", "less"),
+        ("flops", "lossless", "FLOPs", "fewer"),
+        ("bytes", LEAST, "MB", "fewer"),
+    )
+    for key, own, unit, fewer in kinds:
+        less = [
+            f"{WORDS[way]} takes {share:.2f} of its {unit}"
+            for way, row in ways.items()
+            if way not in OWN and key in row and not (key == "flops" and way == HIDDEN)
+            if (share := _number(row, key) / _number(ways[own], key)) < 1 - NEAR
+        ]
+        lines.append(f"{WORDS[own]}: {'; '.join(less) or f'no other way takes {fewer} {unit}, beyond 3 %'}.")
+    return lines

@@ -44,6 +44,9 @@ def test_every_row_is_what_compare_says_of_the_archived_trials(archive: Path) ->
     rows = {name: (mean, difference, stated) for name, mean, difference, stated in ROW.findall(TEXT)}
     assert [*rows] == [group["label"] for group in found["groups"]]
     assert len(rows) == 15
+    steps = {group["label"]: group["recipe"]["training"]["max_steps"] for group in found["groups"]}
+    # Both spend the same FLOPs, in batches of one.
+    assert f"a step of `lossless` costs {steps['dense'] / steps['lossless']:.2f} of dense's" in SAID
     for group in found["groups"]:
         mean, difference, stated = rows[group["label"]]
         assert f"{group['quality']['final']['mean']:.3f}" == mean
@@ -66,6 +69,7 @@ def test_every_row_is_what_compare_says_of_the_archived_trials(archive: Path) ->
 def test_the_same_values_are_chosen_from_the_archived_trials(archive: Path) -> None:
     found = ask("study", str(FOLDER / "spelling.yaml"), "--from", str(archive))
     assert found["is_as_chosen"]
+    assert f"The study has {found['num_trials']} trials" in SAID
     rate, batch = found["notes"]
     assert batch.endswith("training.per_device_train_batch_size=1 is the least of its grid, extended 1 times")
     assert rate.endswith("training.learning_rate=0.0003333 is the least of its grid, extended 1 times")
