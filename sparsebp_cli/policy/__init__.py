@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.entry_point import import_moved
-from sparsebp_cli.policy import choice, rule, sampling
+from sparsebp_cli.policy import choice, returned, rule, sampling
 from sparsebp_cli.policy.card import MethodCard
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, State, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
@@ -104,6 +104,7 @@ __all__ = [
     "find_policies",
     "make_policies",
     "make_policy",
+    "returned",
     "rule",
     "sample_gradient",
     "sampling",

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Epoch, EpochSelector, Examples, ReadExamples, Stateful, Step
+from sparsebp_cli.policy import Epoch, EpochSelector, Examples, ReadExamples, Stateful, Step, Visits, returned
 from sparsebp_cli.policy.contract import State
 from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.grouping import GroupBy, Order, group_order
@@ -136,6 +136,9 @@ class ChosenEpochs:
         visits = self._policy.at(step).choose(Epoch(number, loss_N, start, self._in_step * self._num_steps), step)
         weight_N: Weights = np.ones(len(loss_N), dtype=np.float32)
         if visits is not None:
+            asked = f"{type(self._policy).__name__}.choose"
+            returned.require_type(asked, visits, Visits, None)
+            returned.check_weighted(f"{asked}: index_K", visits.index_K, visits.weight_K, len(loss_N))
             weight_N[:] = 0.0
             weight_N[visits.index_K.numpy()] = visits.weight_K.numpy()
         # Keep a dense epoch's order without the unvisited examples, so that keeping all is bit-identical to dense. See

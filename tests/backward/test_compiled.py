@@ -29,7 +29,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("topk", {"keep": 0.3, "along": "blocks", "block": (4, 8)}),
     "2:4": ("topk", {"keep": 0.5, "along": "2:4"}),
     "crs": ("crs", {"keep": 0.3, "products": "both"}),
-    "frozen": ("frozen", {"train": ["*o_proj*", "*c_proj*"]}),
+    "frozen": ("frozen", {"train": ["/(o_proj|c_proj)/"]}),
 }
 QUICK = {("gpt2", "crs")}
 CELLS = [

@@ -35,6 +35,7 @@ from sparsebp_cli.policy import (
     Split,
     Stateful,
     Step,
+    returned,
 )
 
 _WHOLE = Budget(1.0, 1.0)
@@ -195,6 +196,7 @@ class SiteDecisions:
         self._scopes = [(selector, Scope(selector, num_layers)) for selector in selectors]
         self._selectors: dict[str, GradientSelector | None] = {}  # by site; None: no selector names it
         self._rules: dict[str, _Rule | None] = {}
+        self._checked: set[str] = set()  # sites at which the values of a selection were checked
 
     def check_disjoint(
         self,
@@ -279,7 +281,7 @@ class SiteDecisions:
                 if rule.has_state and self.states.watches(rule.selector, SiteGradient):
                     whole = replace(seen, grad_NO=self.states.unscale(grad_NO))
                     self.states.see(rule.selector, SiteGradient(site.name, whole), step)
-                grad_NO, selection = self._select(rule.policy, seen, site, step)
+                grad_NO, selection = self._select(rule, seen, site, step)
         claim = allowed = _claim(work, rule, budget)
         if step.draw and grad_NO.numel() > 0:  # only in probes, which alone read it: it synchronises with the device
             allowed = _claim(work, rule, _allow(budget, selection, grad_NO))
@@ -313,31 +315,39 @@ class SiteDecisions:
             rule = self._rules[name] = _Rule.of(rule.selector, step)
         return rule
 
-    def _select(
-        self, policy: GradientSelector, seen: Seen, site: Site, step: Step
-    ) -> tuple[Tensor, Selection | Split | None]:
+    def _select(self, rule: _Rule, seen: Seen, site: Site, step: Step) -> tuple[Tensor, Selection | Split | None]:
         """Return the gradient, with the residual of earlier steps added, and the policy's selection of it.
 
         Raises :class:`UnsupportedError` if error feedback is on and the gradient's number of dimensions changed.
         """
-        grad_NO = seen.grad_NO
+        grad_NO, policy = seen.grad_NO, rule.policy
         if not policy.error_feedback:
-            return grad_NO, _ask(policy, seen, site, step)
+            return grad_NO, self._ask(rule, seen, site, step)
         key = f"{site.name}/{step.micro_batch}/{step.call}"
         before = self.residuals.get(key)
         if before is not None:
             before = fit(before, site)
             grad_NO = add_residual(grad_NO, before, site, step)
-        selection = _ask(policy, replace(seen, grad_NO=grad_NO), site, step)
+        selection = self._ask(rule, replace(seen, grad_NO=grad_NO), site, step)
         assert not isinstance(selection, Split), "refused by the contract"
         self.residuals[key] = find_residual(grad_NO, selection, before, site, step)
         return grad_NO, selection
 
-
-def _ask(policy: GradientSelector, seen: Seen, site: Site, step: Step) -> Selection | Split | None:
-    if isinstance(policy, InformedSelector):
-        return policy.choose(seen, site, step)
-    return policy.select(seen.grad_NO, site, step)
+    def _ask(self, rule: _Rule, seen: Seen, site: Site, step: Step) -> Selection | Split | None:
+        policy = rule.policy
+        form: type[Selection] | type[Split] = rule.selection or Selection
+        if isinstance(policy, InformedSelector):
+            chosen = policy.choose(seen, site, step)
+            form = form if policy.split is None else Split
+        else:
+            chosen = policy.select(seen.grad_NO, site, step)
+        # Values are read once for each site, because this waits for the device.
+        if chosen is not None and (site.name not in self._checked or not isinstance(chosen, form)):
+            self._checked.add(site.name)
+            asked = f"{type(policy).__name__}.{'choose' if isinstance(policy, InformedSelector) else 'select'}"
+            returned.require_type(f"{asked} at {site.name!r}", chosen, form, None)
+            returned.check_selection(f"{asked} at {site.name!r}", chosen, seen.grad_NO)
+        return chosen
 
 
 def _claim(work: SiteCost, rule: _Rule | None, budget: Budget) -> FlopEstimate:

@@ -36,8 +36,8 @@ from sparsebp_cli.backward import (
     refuse_uncalled,
     uncompiled,
 )
-from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import Step, TrialPass
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policy import Step, TrialPass, returned
 from sparsebp_shelf.block.kind import BlockDropper, BlockGradient, ResidualBlock
 from sparsebp_shelf.block.layout import BlockPart, find_blocks, refuse_norms_of_the_stream
 from sparsebp_shelf.block.skip import scale, skip
@@ -196,11 +196,8 @@ class BlockExtension(TrialExtension):
     def _ask(self, step: Step) -> frozenset[str]:
         if self._tried is not None:
             return self._tried
-        names = frozenset(self.policy.at(step).drop(self.blocks, self._states.show(self.policy, step)))
-        unknown = sorted(names - {block.name for block in self.blocks})
-        if unknown:
-            raise PolicyError(f"{self._name} must drop only residual blocks of this model, got {unknown[0]!r}")
-        return names
+        names = self.policy.at(step).drop(self.blocks, self._states.show(self.policy, step))
+        return returned.require_names(f"{self._name}.drop", names, {block.name for block in self.blocks})
 
     def _keep_trainable(self, dropped: frozenset[str]) -> frozenset[str]:
         """Return ``dropped`` without its last blocks, as many as are needed so that the model still trains something.

@@ -50,7 +50,13 @@ from sparsebp_cli.backward import (
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ReadExamples, ReferenceReader, Score, Site, Step
 from sparsebp_shelf.example.gradient_products import IGNORED, GradientProducts, take_examples
-from sparsebp_shelf.example.kind import EXAMPLE_ROW, REFERENCE_COLUMN, ExampleSelector, WeightedExamples
+from sparsebp_shelf.example.kind import (
+    EXAMPLE_ROW,
+    REFERENCE_COLUMN,
+    ExampleSelector,
+    WeightedExamples,
+    require_examples,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -214,7 +220,9 @@ class ExamplesOverride(ForwardOverride):
         if self._states.watches(self._policy, ReadExamples):
             seen = ReadExamples(self._states.next_forward(self._policy), examples)
             self._states.see(self._policy, seen, step)
-        return policy.choose(examples, step)
+        choice = policy.choose(examples, step)
+        require_examples(policy, choice, number)
+        return choice
 
     def _check_rows(self, row_B: object, number: int) -> Tensor | None:
         """Return the rows of a batch's examples; None unless the policy reads them."""

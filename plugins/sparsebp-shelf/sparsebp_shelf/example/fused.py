@@ -32,7 +32,7 @@ from sparsebp_cli.backward import (
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ReadExamples
 from sparsebp_shelf.example.extension import ExampleExtension
-from sparsebp_shelf.example.kind import ExampleSelector
+from sparsebp_shelf.example.kind import ExampleSelector, require_examples
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward import EngineView, Given, PolicyStates
@@ -88,6 +88,7 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
         if self._states.watches(policy, ReadExamples):
             self._states.see(policy, ReadExamples(self._states.next_forward(policy), examples), step)
         choice = policy.at(step).choose(examples, self._states.show(policy, step))
+        require_examples(policy, choice, number)
         target_B = count_targets(label_BT)
         if choice is None:
             self._count(target_B, target_B, number)

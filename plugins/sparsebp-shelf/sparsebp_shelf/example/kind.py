@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from sparsebp_cli.policy import Examples, Kind, Policy, Step, rule
+from sparsebp_cli.policy import Examples, Kind, Policy, Step, returned, rule
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +124,18 @@ class ExampleSelector(Policy):
             Numbers of the examples, int64, (K,), ascending, each once, with weights if the policy ``weighs``; None: all
             examples.
         """
+
+
+def require_examples(policy: ExampleSelector, choice: object, number: int) -> None:
+    """Refuse what is not a valid choice among ``number`` examples (:class:`~sparsebp_cli.errors.PolicyError`)."""
+    import torch
+
+    asked = f"{type(policy).__name__}.choose"
+    returned.require_type(asked, choice, torch.Tensor, *([WeightedExamples] if policy.weighs else []), None)
+    if isinstance(choice, WeightedExamples):
+        returned.check_weighted(f"{asked}: index_K", choice.index_K, choice.weight_K, number)
+    elif choice is not None:
+        returned.check_weighted(asked, choice, None, number)
 
 
 def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:

@@ -31,7 +31,7 @@ from sparsebp_cli.backward import (
     weight_of,
 )
 from sparsebp_cli.errors import PolicyError, UnsupportedError
-from sparsebp_cli.policy import LinearInput, ReaderGradients, Site, Step, TrialPass
+from sparsebp_cli.policy import LinearInput, ReaderGradients, Site, Step, TrialPass, returned
 from sparsebp_shelf.saver.form import SavedProjection
 from sparsebp_shelf.saver.kind import InputSaver
 
@@ -186,6 +186,7 @@ class InputSaving(SavesInputs, TrialExtension):
             saved = policy.save(x_ND, site, self.states.show(self.policy, step))
             if self.states.watches(self.policy, LinearInput):
                 self.states.see(self.policy, LinearInput(site.name, x_ND), step)
+        returned.require_type(f"{type(policy).__name__}.save at {site.name!r}", saved, policy.form, None)
         if saved is not None and (type(saved) is not policy.form or saved.shape != tuple(x_ND.shape)):
             expected = "None" if policy.form is None else policy.form.__name__
             raise PolicyError(

@@ -24,7 +24,7 @@ from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.internals import parameter_of
 from sparsebp_cli.backward.patch.forward import NotCopyable
 from sparsebp_cli.errors import PolicyError, UnsupportedError
-from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
+from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step, returned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,10 +120,8 @@ class ParameterExtension(EngineExtension):
 
     def _select(self, step: Step) -> frozenset[str]:
         step = self._states.show(self._policy, replace(step, micro_batch=0, call=0, draw=0, rank=0))
-        chosen = frozenset(self._policy.at(step).select(self.parameters, step))
-        unknown = sorted(chosen - self._places.keys())
-        if unknown:
-            raise PolicyError(f"{type(self._policy).__name__} chose {unknown[0]!r}, allowed: names it was given")
+        asked = f"{type(self._policy).__name__}.select"
+        chosen = returned.require_names(asked, self._policy.at(step).select(self.parameters, step), self._places)
         if not chosen:
             raise PolicyError(
                 f"{type(self._policy).__name__} chose no parameter at step {step.index}, allowed: 1 or more"

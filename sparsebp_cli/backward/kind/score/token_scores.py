@@ -15,7 +15,7 @@ from sparsebp_cli.backward.kind.score.cost import ScoringCost
 from sparsebp_cli.backward.kind.score.layer_scores import INSIDE
 from sparsebp_cli.backward.kind.score.scorer import HasLogits, Scorer, next_tokens, real_positions
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import ReadTokens, Score, Step, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy import ReadTokens, Score, Step, TokenChoice, Tokens, TokenSelector, returned
 from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class TokenChooser:
             seen = ReadTokens(self._states.next_forward(self._policy), tokens)
             self._states.see(self._policy, seen, step)
         choice = policy.choose(tokens, self._states.show(self._policy, step))
+        returned.require_token_choice(f"{type(policy).__name__}.choose", choice, target_BT)
         counts = (target_BT.sum(), choice.trained_BT.sum(), real_BT.sum(), choice.carries_BT.sum())
         self._count(Chosen(*counts, scoring_seconds=cost.seconds, scoring_flops=cost.flops))
         return choice

@@ -32,7 +32,7 @@ from sparsebp_cli.backward.patch.forward import (
     uncompiled,
 )
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import ReadTokens, Score, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy import ReadTokens, Score, TokenChoice, Tokens, TokenSelector, returned
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
@@ -85,6 +85,7 @@ class FusedTokens(FusedHeadExtension[TokenSelector]):
         if self._states.watches(policy, ReadTokens):
             self._states.see(policy, ReadTokens(self._states.next_forward(policy), tokens), step)
         choice = policy.at(step).choose(tokens, self._states.show(policy, step))
+        returned.require_token_choice(f"{type(policy).__name__}.choose", choice, target_1R)
         counts = (target_1R.sum(), choice.trained_BT.sum())
         self._engine.add_chosen(Chosen(*counts, *counts))
         return _weights(policy, choice)[0]

@@ -71,15 +71,6 @@ def read_choice(
     Only a two-dimensional ``mask`` marks padding. ``spreads``: a fully masked row attends to all positions; only
     padding is fully masked. Raises :class:`UsageError` for an invalid choice.
     """
-    for name in ("trained_BT", "carries_BT"):
-        given = getattr(choice, name)
-        if given.dtype != torch.bool or given.shape != labels_BT.shape:
-            got = f"{given.dtype} of shape {tuple(given.shape)}"
-            raise UsageError(f"{name} of a TokenChoice must be torch.bool of shape {tuple(labels_BT.shape)}, got {got}")
-    weight_BT = choice.weight_BT
-    if weight_BT is not None and not (weight_BT.is_floating_point() and weight_BT.shape == labels_BT.shape):
-        got = f"{weight_BT.dtype} of shape {tuple(weight_BT.shape)}"
-        raise UsageError(f"weight_BT of a TokenChoice must be floating-point of {tuple(labels_BT.shape)}, got {got}")
     real_BT = torch.ones_like(labels_BT) if mask is None or mask.dim() != 2 else mask
     target_BT = torch.zeros_like(labels_BT, dtype=torch.bool)
     target_BT[:, :-1] = labels_BT[:, 1:] != IGNORED
