@@ -27,15 +27,15 @@ ACCUMULATE = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2
 
 @pytest.fixture
 def questions(tiny_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
-    """Make a recipe over few long prompts with many answers."""
-    draw = random.Random(0)
+    """Make a recipe over long prompts with answers of several lengths; few prompts have many answers each."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
-    prompts = [" ".join(draw.choices(words, k=20)) for _ in range(3)]
-    rows = [{"prompt": p, "completion": " ".join(draw.choices(words, k=draw.randint(1, 9)))} for p in prompts * 60]
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
 
-    def make(policy: dict[str, Any], **sections: Any) -> Recipe:
+    def make(policy: dict[str, Any], num_prompts: int = 3, **sections: Any) -> Recipe:
+        draw = random.Random(0)
+        prompts = [" ".join(draw.choices(words, k=20)) for _ in range(num_prompts)] * (180 // num_prompts)
+        rows = [{"prompt": p, "completion": " ".join(draw.choices(words, k=draw.randint(1, 9)))} for p in prompts]
+        file.write_text("\n".join(map(json.dumps, rows)))
         training = {"max_steps": 6, **ACCUMULATE, **sections.pop("training", {})}
         dataset = {"name": str(file), "format": "completion", "max_seq_length": 64}
         return tiny_recipe(policy=[policy], dataset=dataset, training=training, **sections)
@@ -81,6 +81,19 @@ def test_a_run_trains_the_weights_of_dense_for_fewer_flops(questions: Any, prepa
     assert price["update"] < 0.75 * price["share"] < 0.75 * price["dense"]
     assert "whose micro-batches have prefixes in common" in notes["update"]
     assert "prefixes in common" not in notes["share"]
+
+
+def test_the_cost_of_an_update_whose_micro_batches_share_nothing_is_claimed_in_full(
+    questions: Any, prepared: Any
+) -> None:
+    training = {"max_steps": 3, "gradient_accumulation_steps": 6, "per_device_train_batch_size": 1}
+    run = prepared(questions(UPDATE, 180, training=training, measure={"probe_every": 2, "eval_every": 3}))
+    assert work(run) == 0, run.log_file.read_text()
+    history = History.load(run.path)
+    assert "have no prefix in common" in " ".join(text for _, _, text in history.notes)
+    assert "overclaim" not in history.facts
+    claimed, executed = (history.series(f"proof/{name}") for name in ("claimed_share", "executed_share"))
+    assert executed == pytest.approx(claimed, rel=1e-6)
 
 
 @pytest.mark.slow

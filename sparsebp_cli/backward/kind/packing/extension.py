@@ -115,8 +115,9 @@ class PackingExtension(PackingPlanner):
         """Return the remaining fractions of a dense pass, from the rows of the last forward on the same batch."""
         if self.last is None:
             return PassEstimate()
-        batches = [self.last] if self.last.number is None else self._ran
-        layouts = [*(batch.layout for batch in batches), *(self._ran_held if self.last.number is not None else ())]
+        is_update = any(batch is self.last for batch in self._ran)
+        batches = self._ran if is_update else [self.last]
+        layouts = [*(batch.layout for batch in batches), *(self._ran_held if is_update else ())]
         size = sum(batch.num_positions for batch in batches)
         pairs_of_all = sum(batch.num_positions * batch.layout.shape[1] for batch in batches)
         shares = self.pair.shares(self.last) if self.pair is not None and isinstance(self.last, PairBatch) else {}

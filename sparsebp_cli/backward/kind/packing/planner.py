@@ -140,7 +140,8 @@ class PackingPlanner(PackedModel):
         self.tiles = TiledHead(self.model, head, policy.logits, was_read=compares)
         self.trains = True  # False for a reference: its forwards with a gradient run plainly
         self._updates: dict[bool, UpdatePlan] = {}  # plans of the current step (False) and of a probe (True)
-        self._ran: list[PackedBatch] = []  # the newest batches of one update
+        self._ran: list[PackedBatch] = []  # the batches of the last update that was announced, as far as it ran
+        self._num_expected = 0
         self._ran_held: list[PackedLayout] = []  # layouts of the held rows that ran before them
         self._held = HeldRows()
 
@@ -270,6 +271,7 @@ class PackingPlanner(PackedModel):
     def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Arrange the rows of the coming micro-batches together; return whether micro-batches share rows."""
         self.drop_update()
+        self._ran, self._ran_held, self._num_expected = [], [], len(batches)
         is_known = self.head is not None and self.pair is None and self.prompt is None and not self.dropout
         if self.policy.prefixes != "update" or not is_known or self.failure or self.is_causal is False:
             return False
@@ -291,7 +293,6 @@ class PackingPlanner(PackedModel):
         if update.held:
             self.dead.is_announced = any(part is not None for part in parts)
             self._updates[self.engine.is_probing] = update
-            self._ran, self._ran_held = [], []
         if not self.engine.is_probing:
             self._held.add(update)
         return bool(update.held)
@@ -326,8 +327,8 @@ class PackingPlanner(PackedModel):
         return replace(self._to_batch(replace(rows, read_BT=read), layout), number=number, opened=opened)
 
     def add_run(self, batch: PackedBatch) -> None:
-        """Record a batch of the current update."""
-        if batch.number is not None:
+        """Record a batch, if it belongs to the update that :meth:`expect` announced."""
+        if len(self._ran) < self._num_expected:
             self._ran.append(batch)
 
     def add_held(self, layout: PackedLayout) -> None:
