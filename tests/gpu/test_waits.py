@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,12 @@ KNOWN: dict[str, dict[str, int]] = {
     "tokens exact": PLAN | {"_local_scalar_dense at backward/kind/token/rows.py": 1},
     "tokens by loss": PLAN | SCORING,
     "selective-backprop": SCORING | {"copy to cpu at policies/selective_backprop.py": 1},
-    # Labels are read on the host and the arrangement of rows is copied to the device, once a batch; whether a mask is
-    # causal is asked once for all layers. Shared prefixes are left out: the fake holds no ids.
+    # Labels are read on the host, then ids, mask and position numbers by one copy. From there on the host arranges rows
+    # and makes masks, and copies both to the device. Shared prefixes are left out: the fake holds no ids.
     "lossless": {
-        "copy to cpu at backward/kind/packing/batch.py": 1,
+        "copy to cpu at backward/kind/packing/batch.py": 2,
         "copy to cuda at backward/kind/packing/groups.py": 1,
         "copy to cuda at backward/kind/packing/batch.py": 1,
-        "_local_scalar_dense at backward/kind/packing/attention.py": 1,
     },
     # Loss and norm are read before the update, and the events of the step after it.
     WORKER: {
@@ -62,4 +62,7 @@ def found() -> dict[str, Any]:
 def test_a_step_waits_for_the_device_only_where_that_is_known(found: dict[str, Any], case: str) -> None:
     waits = found[case]
     assert isinstance(waits, dict), waits
-    assert {place.rpartition(":")[0]: number for place, number in waits.items()} == KNOWN.get(case, {})
+    by_file: Counter[str] = Counter()
+    for place, number in waits.items():
+        by_file[place.rpartition(":")[0]] += number
+    assert by_file == KNOWN.get(case, {})

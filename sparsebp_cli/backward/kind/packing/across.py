@@ -33,7 +33,7 @@ class PackedMemory:
     @classmethod
     def of(cls, source: PackedLayout, target: PackedLayout) -> PackedMemory:
         """Return the encoder's keys for each group of a decoder's rows."""
-        row_BS, computed_BS = source.row_BT.cpu().numpy(), source.computed_BT.cpu().numpy()
+        row_BS, computed_BS = source.host.row_BT, source.host.computed_BT
         example_N = target.source_N.cpu().numpy() // target.shape[1]
         groups = []
         for group in target.groups:

@@ -160,20 +160,28 @@ class PackedMask:
         if len(self.kept) == self.ends:
             raise ReachedAttention(self.kept)
 
-    def of_group(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask (G or 1, 1, L, K) of a group in the form of the implementation. None: plain causal attention,
-        or no mask."""
+    def of_group(self, number: int, implementation: str, query: Tensor) -> Tensor | None:
+        """Return the mask (G or 1, 1, L, K) of a group in the form of the implementation, on the device and in the
+        dtype of ``query``. None: plain causal attention, or no mask."""
+        dtype = query.dtype
         key = (number, implementation, dtype if implementation == "eager" else None)
         if key not in self._masks:
-            self._masks[key] = self._make(self.groups[number], implementation, dtype)
+            rule = self._make(self.groups[number], implementation, query.device)
+            if rule is not None:
+                rule = rule.to(query.device, non_blocking=True)[:, None]
+            if rule is not None and implementation == "eager":
+                # Like transformers' eager masks. With -inf, a row without any allowed key would have no weights.
+                rule = torch.zeros_like(rule, dtype=dtype).masked_fill(~rule, torch.finfo(dtype).min)
+            self._masks[key] = rule
         return self._masks[key]
 
-    def of_memory(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
+    def of_memory(self, number: int, implementation: str, query: Tensor) -> Tensor | None:
         """Return the mask (G, 1, 1, K) of a group that attends to an encoder; None: no mask."""
         assert self.memory is not None
         allowed = self.memory.groups[number].is_key_GK
         if allowed is None or implementation == "sdpa":
             return None if allowed is None else allowed[:, None, None]
+        dtype = query.dtype
         return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None, None]
 
     def bias_of_group(self, number: int, bias_HTT: Tensor) -> Tensor:
@@ -183,19 +191,20 @@ class PackedMask:
             pairs_GLK = group.query_GL[:, :, None] * size + group.key_GK[:, None, :]
             if group.num_segments > 1 and bool((pairs_GLK == pairs_GLK[:1]).all()):
                 pairs_GLK = pairs_GLK[:1]
-            self._pairs[number] = pairs_GLK
+            self._pairs[number] = pairs_GLK.to(bias_HTT.device)
         pairs_GLK = self._pairs[number]
         chosen = bias_HTT.flatten(1).index_select(1, pairs_GLK.flatten())
         return chosen.view(len(bias_HTT), *pairs_GLK.shape).transpose(0, 1)
 
-    def _make(self, group: SegmentGroup, implementation: str, dtype: torch.dtype) -> Tensor | None:
+    def _make(self, group: SegmentGroup, implementation: str, device: torch.device) -> Tensor | None:
+        """Return which keys each query attends to (G or 1, L, K), on the host; None: as plain causal attention does, or
+        to all."""
         queries, keys, padding = group.query_GL, group.key_GK, group.padding
         number = 1 if group.is_uniform else group.num_segments
         queries, keys = queries[:number], keys[:number]
         size, place = (queries.shape[1], keys.shape[1]), torch.arange(keys.shape[1], device=keys.device)
         # Apply the model's rule to places, which count the plain step's columns; position numbers may jump or repeat.
-        zero = torch.zeros((), dtype=torch.long, device=keys.device)
-        rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :]).expand(queries.shape[0], *size)
+        rule = self._ask(queries[:, :, None], keys[:, None, :], device).expand(queries.shape[0], *size)
         last = place[size[1] - size[0] :] if group.order_GL is None else group.order_GL[:number]
         order = place <= last[..., None]
         if not group.attends:
@@ -206,10 +215,16 @@ class PackedMask:
             raise LooksAheadError("positions attend to later ones")
         if implementation == "sdpa" and (bool(rule.all()) or _is_triangle(rule, padding)):
             return None
-        if implementation == "sdpa":
-            return rule[:, None]
-        # Like transformers' eager masks. With -inf, a row without any allowed key would have no weights.
-        return torch.zeros_like(rule, dtype=dtype).masked_fill(~rule, torch.finfo(dtype).min)[:, None]
+        return rule
+
+    def _ask(self, query: Tensor, key: Tensor, device: torch.device) -> Tensor:
+        """Return the model's rule on places of queries and keys."""
+        zero = torch.zeros((), dtype=torch.long, device=key.device)
+        try:
+            return self.allowed(zero, zero, query, key)
+        except RuntimeError:  # it reads a tensor of the model
+            zero, query, key = (part.to(device) for part in (zero, query, key))
+            return self.allowed(zero, zero, query, key).cpu()
 
 
 def _is_triangle(rule_GLK: Tensor, padding: Padding | None) -> bool:
@@ -217,8 +232,8 @@ def _is_triangle(rule_GLK: Tensor, padding: Padding | None) -> bool:
     num_queries, num_keys = rule_GLK.shape[1:]
     if num_queries != num_keys:
         return False
-    is_triangle = (rule_GLK == torch.ones_like(rule_GLK[0]).tril()).all(2).flatten()
-    return bool((is_triangle if padding is None else is_triangle[padding.place_R]).all())
+    is_triangle = (rule_GLK == torch.ones_like(rule_GLK[0]).tril()).all(2)
+    return bool((is_triangle if padding is None else is_triangle | ~padding.is_query_GL).all())
 
 
 @dataclass(frozen=True)
@@ -371,7 +386,7 @@ def _attend(
             if group.ancestor_GA.shape[1]:
                 keys, values = torch.cat((_before(key, group), keys), 2), torch.cat((_before(value, group), values), 2)
         find = mask.of_group if mask.memory is None else mask.of_memory
-        allowed = find(number, implementation, query.dtype)
+        allowed = find(number, implementation, query)
         if bias is not None and bias.values_HTT is not None:
             kwargs["position_bias"] = mask.bias_of_group(number, bias.values_HTT)
         output, _ = function(module, queries, keys, values, allowed, **kwargs)

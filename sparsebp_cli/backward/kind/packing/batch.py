@@ -126,6 +126,7 @@ class PackedBatch:
     layout: PackedLayout
     read_BT: Tensor  # positions whose output the caller reads
     place_R: Tensor  # indices of these positions among the B * T; computed on the host, so that it need not wait
+    read_on_host_BT: Bools  # the same as read_BT
     padding: int = 0  # skipped padding
     unread: int = 0  # skipped positions after the last label of their example
     weightless: int = field(default=0, kw_only=True)  # outputs that are not read because their loss has weight zero
@@ -133,6 +134,13 @@ class PackedBatch:
     count_N: Tensor | None = field(default=None, kw_only=True)  # positions of each row, if a loss balances experts
     number: int | None = field(default=None, kw_only=True)  # number of the micro-batch in its update's plan
     opened: int = field(default=0, kw_only=True)  # rows shared with other micro-batches that run before it
+
+    @cached_property
+    def head_rows(self) -> tuple[Ints, Ints]:
+        """The rows of the head, ascending, (U,), and for each position that is read the number of its row among them,
+        (R,); on the host."""
+        index_U, inverse_R = np.unique(self.layout.host.row_BT[self.read_on_host_BT], return_inverse=True)
+        return index_U, inverse_R
 
     @property
     def num_positions(self) -> int:
@@ -148,7 +156,7 @@ class PackedBatch:
     def signature(self) -> tuple[bool, ...]:
         """The kinds of rows that packing skipped."""
         layout = self.layout
-        kinds = (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
+        kinds = (bool(layout.num_shared), not layout.host.computed_BT.all(), len(layout.groups) > 1, layout.is_causal)
         if self.facts is None:
             return kinds
         told = (bool(self.weightless), self.count_N is not None, self.number is not None)
@@ -224,9 +232,27 @@ class Counts:
         return text + refused + (f"; {self.plain_is_wrong}" if self.plain_is_wrong else "")
 
 
-def to_place(read_BT: Bools, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions that are read, and the index of each."""
-    return torch.from_numpy(read_BT).to(device), to_tensor(np.flatnonzero(read_BT), device)
+def to_place(read_BT: Bools, device: torch.device) -> tuple[Tensor, Tensor, Bools]:
+    """Return the positions that are read, the index of each, and the positions on the host."""
+    return torch.from_numpy(read_BT).to(device), to_tensor(np.flatnonzero(read_BT), device), read_BT
+
+
+def to_host(inputs: Mapping[str, Any], size: tuple[int, int]) -> Mapping[str, Any]:
+    """Return inputs whose ids, mask and position numbers are on the host, by one copy: the host waits once."""
+    names = [name for name in ("input_ids", "attention_mask", "position_ids") if _is_elsewhere(inputs.get(name), size)]
+    if not names:
+        return inputs
+    return {**inputs, **dict(zip(names, torch.stack([inputs[name].long() for name in names]).cpu(), strict=True))}
+
+
+def _is_elsewhere(value: object, size: tuple[int, int]) -> bool:
+    """Return whether a value is a tensor of integers (B, T) on a device."""
+    return (
+        isinstance(value, Tensor)
+        and value.device.type != "cpu"
+        and value.shape == size
+        and not value.is_floating_point()
+    )
 
 
 def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:

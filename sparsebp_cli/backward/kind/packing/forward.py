@@ -36,7 +36,7 @@ from sparsebp_cli.backward.kind.packing.batch import (
     renew,
 )
 from sparsebp_cli.backward.kind.packing.fused import run_fused
-from sparsebp_cli.backward.kind.packing.groups import Bools
+from sparsebp_cli.backward.kind.packing.groups import Bools, to_tensor
 from sparsebp_cli.backward.kind.packing.head import (
     kept_columns,
     read_rows,
@@ -360,12 +360,12 @@ class PackedForward(ForwardOverride, Passes):
             return self._compute_fused(batch, given, options, rows, before)
         index, inverse = rows, torch.arange(len(rows), device=rows.device)
         if batch.layout.num_shared:
-            index, inverse = torch.unique(rows, return_inverse=True)
+            index, inverse = (to_tensor(part, rows.device) for part in batch.head_rows)
         if not len(rows):  # the head needs at least one row
             index = rows.new_zeros(1)
         head = extension.head
         assert head is not None
-        target_BT, tiles = find_targets(given), self._start_tiles(batch, given, index, inverse)
+        target_BT, tiles = find_targets(given), self._start_tiles(batch, given, index)
         forward = partial(run_head, head, head.__dict__.get("forward")) if tiles is None else tiles
         cut = partial(forward, partial(take, row_R=index))
         with replace_forwards([(head, cut)]):
@@ -451,9 +451,7 @@ class PackedForward(ForwardOverride, Passes):
         """Whether the running forward is a training forward, not a comparison or a probe."""
         return torch.is_grad_enabled() and not self._is_comparing and not self.extension.engine.is_probing
 
-    def _start_tiles(
-        self, batch: PackedBatch, given: Mapping[str, Any], index_U: Tensor, inverse_R: Tensor
-    ) -> TiledRun | None:
+    def _start_tiles(self, batch: PackedBatch, given: Mapping[str, Any], index_U: Tensor) -> TiledRun | None:
         """Return a run of the head in tiles with the model's loss; None: use the plain head."""
         extension, target_BT, place_R = self.extension, find_targets(given), batch.place_R
         if target_BT is None or not len(place_R):
@@ -463,7 +461,7 @@ class PackedForward(ForwardOverride, Passes):
             keeps = reading is not None and reading.reads == "labels"
         return extension.tiles.start(
             index_U,
-            inverse_R if batch.layout.num_shared else None,
+            batch.head_rows[1] if batch.layout.num_shared else None,
             labels_at(target_BT, place_R),
             partial(weigh_labels, self._model, target_BT, place_R, given),
             keeps=keeps,

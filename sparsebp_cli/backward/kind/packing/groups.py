@@ -34,12 +34,16 @@ class Padding:
 
     row_S: Tensor  # row of each of the G * L queries, counted from the first row of the group
     place_R: Tensor  # the inverse: index of each row among the queries
-    is_key_GK: Tensor  # False: padding
+    is_query_GL: Tensor  # on the host; False: padding
+    is_key_GK: Tensor  # on the host; False: padding
 
 
 @dataclass(frozen=True)
 class SegmentGroup:
-    """Segments whose attention is one call. Their rows are contiguous: segment by segment."""
+    """Segments whose attention is one call. Their rows are contiguous: segment by segment.
+
+    Places and orders are on the host, where masks are made, so that no layer waits for the device.
+    """
 
     start: int  # first row
     end: int  # the row after the last
@@ -132,12 +136,12 @@ def make_group(
         start + sum(map(len, queries)),
         length,
         to_tensor(ancestor_GA, device),
-        to_tensor(place_GL, device),
-        to_tensor(place_GK, device),
+        torch.from_numpy(place_GL),
+        torch.from_numpy(place_GK),
         attends,
         len(queries) > 1 and not keys_apart and bool((ancestor_GA == ancestor_GA[:1]).all()),
         _pad(queries, keys, length, num_keys, device) if is_padded else None,
-        None if is_last else to_tensor(order_GL, device),
+        None if is_last else torch.from_numpy(order_GL),
         not is_padded and all(bool((part == part[:1]).all()) for part in (place_GL, place_GK, order_GL)),
     )
 
@@ -150,7 +154,8 @@ def _pad(queries: Sequence[Ints], keys: Sequence[Ints], length: int, num_keys: i
     return Padding(
         to_tensor((first_G[:, None] + number_GL).reshape(-1), device),
         to_tensor(is_query_GL.reshape(-1).nonzero()[0], device),
-        to_tensor(np.arange(num_keys) < counts[:, None], device),
+        torch.from_numpy(is_query_GL),
+        torch.from_numpy(np.arange(num_keys) < counts[:, None]),
     )
 
 

@@ -34,7 +34,7 @@ def read_rows(batch: PackedBatch) -> Tensor:
 
 def count_rows(batch: PackedBatch) -> int:
     """Return how many rows the head runs. A shared row counts once."""
-    return len(torch.unique(read_rows(batch))) if batch.layout.num_shared else len(batch.place_R)
+    return len(batch.head_rows[0]) if batch.layout.num_shared else len(batch.place_R)
 
 
 def spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: int | Tensor | None) -> Tensor:

@@ -11,7 +11,8 @@ Shape letters: B examples, T positions, N computed rows, G segments of a group, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -64,6 +65,14 @@ class RowsBefore:
 
 
 @dataclass(frozen=True)
+class HostRows:
+    """The same as ``row_BT`` and ``computed_BT`` of a layout, on the host."""
+
+    row_BT: Ints
+    computed_BT: Bools
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """The rows of one packed forward and their positions. Tensors of indices are on the model's device."""
 
@@ -77,6 +86,18 @@ class PackedLayout:
     num_shared: int = 0  # positions that use the row of another example
     read: ReadRows | None = None  # None: the last layer runs all rows
     before: RowsBefore | None = None  # None: all keys belong to rows of this forward
+    _host: HostRows | None = None  # None: not made on the host
+
+    @cached_property
+    def host(self) -> HostRows:
+        """Rows of all positions on the host; copied from the device if they were not made on the host."""
+        return self._host or HostRows(self.row_BT.cpu().numpy(), self.computed_BT.cpu().numpy())
+
+    def change(self, row_BT: Ints, computed_BT: Bools, num_shared: int) -> PackedLayout:
+        """Return the layout with other rows of the positions."""
+        row, computed = (to_tensor(values, self.row_BT.device) for values in (row_BT, computed_BT))
+        host = HostRows(row_BT, computed_BT)
+        return replace(self, row_BT=row, computed_BT=computed, num_shared=num_shared, _host=host)
 
     @property
     def num_rows(self) -> int:
@@ -287,6 +308,7 @@ def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one w
         num_shared,
         read,
         RowsBefore(to_tensor(np.concatenate([*held.values()]), device)) if held else None,
+        HostRows(row.reshape(size), computed.reshape(size)),
     )
 
 

@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
@@ -66,7 +65,7 @@ class PairBatch(PackedBatch):
         """The kinds of rows that packing skipped."""
         source = self.source
         assert source is not None
-        return (*super().signature, bool(source.num_shared), bool((~source.computed_BT).any()), len(source.groups) > 1)
+        return (*super().signature, bool(source.num_shared), not source.host.computed_BT.all(), len(source.groups) > 1)
 
 
 @final
@@ -140,7 +139,7 @@ class PairPacking:
         head_rows = num_positions * int(read.sum()) // ids.numel()
         if not self.policy.packs(PackedSize(num_positions, layout.num_rows + target.num_rows, head_rows)):
             return None
-        padding = int((~layout.computed_BT).sum()) + int((~real).sum())
+        padding = int((~layout.host.computed_BT).sum()) + int((~real).sum())
         unread = int((real & ~needed).sum())
         return PairBatch(target, *to_place(read, ids.device), padding, unread, layout, ids)
 
@@ -172,10 +171,8 @@ class PairPacking:
         needed = real & (numbers == np.arange(size[0]))[:, None]
         position = np.broadcast_to(np.arange(size[1]), size).copy()
         layout = make_layout(needed, None, position, first.device, is_causal=False)
-        index = torch.from_numpy(numbers).to(first.device)
         shared = int((real & ~needed).sum())
-        row, computed = (values.index_select(0, index) for values in (layout.row_BT, layout.computed_BT))
-        return replace(layout, row_BT=row, computed_BT=computed, num_shared=shared), numbers
+        return layout.change(layout.host.row_BT[numbers], layout.host.computed_BT[numbers], shared), numbers
 
     def shares(self, batch: PairBatch) -> dict[str, float]:
         """Return the remaining fraction of work for modules that do not run on the decoder's rows."""

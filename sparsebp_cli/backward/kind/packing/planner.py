@@ -38,6 +38,7 @@ from sparsebp_cli.backward.kind.packing.batch import (
     find_places,
     read_mask,
     read_positions,
+    to_host,
     to_place,
 )
 from sparsebp_cli.backward.kind.packing.dropout import AdapterDropout
@@ -209,8 +210,8 @@ class PackingPlanner(PackedModel):
         count = count_positions(layout, rows.real_BT) if rows.balances else None
         empty_B = np.asarray(~rows.real_BT.any(1))
         if empty_B.any():  # an empty example has a row, but it differs from the plain one, which attends to padding
-            plain_BT = torch.from_numpy(~empty_B[:, None] | rows.alone_BT).to(layout.computed_BT.device)
-            layout = replace(layout, computed_BT=layout.computed_BT & plain_BT)
+            computed_BT = layout.host.computed_BT & (~empty_B[:, None] | rows.alone_BT)
+            layout = layout.change(layout.host.row_BT, computed_BT, layout.num_shared)
         return PackedBatch(layout, *place, padding, unread, facts=rows.facts, count_N=count)
 
     def _find_rows(
@@ -226,7 +227,8 @@ class PackingPlanner(PackedModel):
         script did not declare it."""
         first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
         size = (int(first.shape[0]), int(first.shape[1]))
-        real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
+        on_host = to_host(inputs, size)
+        real, position = read_mask(on_host, size), read_positions(self.stack, on_host, size)
         if real is None or position is None:
             return None
         # Do not wait for the first packed mask: if each text has one position, no position in it looks ahead.
@@ -257,7 +259,7 @@ class PackingPlanner(PackedModel):
         if reason := reason or refuse_batch(self.model, facts, int(position[needed | alone].max())):
             (self.counts if counts is None else counts).refuse(reason)
             return None
-        ids = inputs.get("input_ids")
+        ids = on_host.get("input_ids")
         # The comparison of prefixes ignores token types, so with token types examples share no prefixes.
         shares = causal and self.policy.prefixes != "separate" and inputs.get("token_type_ids") is None
         shares = shares and not self.dropout  # in the plain step, equal positions of two examples have different masks

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from sparsebp_cli.backward.core.loss_weight import has_causal_loss
+from sparsebp_cli.backward.kind.packing.groups import Ints, to_tensor
 from sparsebp_cli.backward.kind.packing.tiles import DTYPES, Tail, TiledLoss, TileJob
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
@@ -60,7 +62,7 @@ class TiledHead:
     def start(
         self,
         index_U: Tensor,
-        inverse_I: Tensor | None,
+        inverse_I: Ints | None,
         label_I: Tensor,
         weigh: Callable[[], Tensor],
         *,
@@ -68,8 +70,8 @@ class TiledHead:
     ) -> TiledRun | None:
         """Return a run of the head in tiles; None: use the plain head.
 
-        ``index_U`` are the rows of the head. ``inverse_I`` is the row of each target; None: target i has row i.
-        ``weigh`` returns the weights of the targets in the loss.
+        ``index_U`` are the rows of the head. ``inverse_I``, on the host, is the row of each target; None: target i has
+        row i. ``weigh`` returns the weights of the targets in the loss.
         """
         head, size = self._head, self.size_of(len(index_U))
         if not size or self._tail is None or not isinstance(head, nn.Linear):
@@ -80,9 +82,11 @@ class TiledHead:
             row_I = torch.arange(len(index_U), device=index_U.device)
             ends = [min(end, len(index_U)) for end in bounds]
         else:
-            row_I, order = inverse_I.sort(stable=True)
+            order_I = inverse_I.argsort(kind="stable")
+            row_on_host_I = inverse_I[order_I]
+            row_I, order = (to_tensor(values, index_U.device) for values in (row_on_host_I, order_I))
             label_I, weight_I = label_I[order], weight_I[order]
-            ends = torch.searchsorted(row_I, torch.tensor(bounds, device=row_I.device)).tolist()
+            ends = np.searchsorted(row_on_host_I, bounds).tolist()
         job = TileJob(row_I, label_I, weight_I, ends, size, self._tail, dtype, differentiates, keeps)
         return TiledRun(head, job)
 
