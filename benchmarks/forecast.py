@@ -65,7 +65,6 @@ BASE: dict[str, Any] = {
 }
 FEW = {**TEXT, "max_examples": 300}  # of letters a text has many
 SPELLING = {"name": "cmudict", "format": "completion", "max_seq_length": 64, "max_examples": 4000}
-UPPER = ["model.layers.2.*", "model.layers.3.*", "model.norm", "lm_head"]
 QLORA = {  # weights are quantised where they are loaded, so the model has some
     "config": None,
     "tokenizer": None,
@@ -128,14 +127,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llama, completion, examples by loss": {
         "dataset": SPELLING,
         "policy": {"name": "selective-backprop", "keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0},
-    },
-    "llama, completion, frozen and kept, first visits": {
-        "dataset": SPELLING,
-        "policy": {"name": "frozen", "train": UPPER, "cache": "memory"},
-    },
-    "llama, completion, frozen and kept, known": {
-        "dataset": {**SPELLING, "max_examples": 8},
-        "policy": {"name": "frozen", "train": UPPER, "cache": "memory"},
     },
     "gpt2": {"model": {"config": GPT2}},
     "gpt2, eager": {"model": {"config": GPT2}, "backward": {"update": "eager", "eager_clip": "parameter"}},

@@ -18,7 +18,6 @@ EXEMPT = {
     "run/manifest.py": "lists the files of a folder, which durable.put_folder syncs",
     "worker/reference.py": "scores of a reference model: a cache, scored again",
     "worker/checkpoint.py": "fills a part that durable.put_folder syncs",
-    "backward/kind/parameter/kept_output/store.py": "a cache, each file with its checksum",
     "asset/fetched.py": "fills a part that durable.sync_content syncs",
     "release/folder.py": "fills a part that durable.filling syncs",
     "compare/store.py": "a temporary copy of a database",

@@ -22,7 +22,7 @@ from pydantic import Field, PositiveInt, model_validator
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policies.layer_turn import Order, count_turns, find_in_turn
 from sparsebp_cli.policies.parameter_pattern import Pattern, match
-from sparsebp_cli.policy import KeptOutputs, MethodCard, Parameter, ParameterSelector, Step
+from sparsebp_cli.policy import MethodCard, Parameter, ParameterSelector, Step
 
 
 @final
@@ -39,6 +39,13 @@ class Frozen(ParameterSelector):
         claimed="BAdam: Llama 3 8B in 23.5 GB. LISA: better than LoRA at its memory, LLaMA-2 7B to 70B.",
         measured="Exact savings to the byte (results, measurements).",
         code="BAdam (Ledzy/BAdam) and LMFlow, Apache-2.0; LMFlow keeps the state of layers that leave.",
+    )
+    # Options of a cache for outputs of frozen layers, which 0.5 had.
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (
+        ("cache", None),
+        ("cache_dtype", "exact"),
+        ("cache_padding", "keep"),
+        ("cache_bytes", 2**30),
     )
 
     train: list[Pattern] | None = Field(
@@ -70,29 +77,6 @@ class Frozen(ParameterSelector):
         "each turn. cycle: at the first step of each round through all layers.",
     )
 
-    cache: Literal["memory", "disk"] | None = Field(
-        None,
-        description="Where to keep the output of the frozen lowest layers for each example, so that later epochs reuse "
-        "it. Embeddings must be frozen, too, and nothing may be random at a visit (dropout, gaps). disk: in the "
-        "training's folder. null: nowhere; the layers run at each visit.",
-    )
-    cache_dtype: Literal["exact", "bfloat16", "int8"] = Field(
-        "exact",
-        description="How the cache keeps outputs. exact: every bit, so results do not change. bfloat16 or int8: "
-        "rounded, at the first visit as well; the run measures the error.",
-    )
-    cache_padding: Literal["keep", "drop"] = Field(
-        "keep",
-        description="keep: reuse an output only in batches of the same padded length; results are bit-identical to "
-        "training without cache. drop: run the frozen layers once for each example alone, without padding, and reuse "
-        "the output in every batch; rounding differs from that of a batch.",
-    )
-    cache_bytes: PositiveInt = Field(
-        2**30,
-        description="Largest size of the cache in bytes; the frozen layers run at each visit of an example that "
-        "does not fit.",
-    )
-
     @model_validator(mode="after")
     def _means_something(self) -> Self:
         if self.train is not None and self.freeze is not None:
@@ -102,11 +86,6 @@ class Frozen(ParameterSelector):
         for option in ("order", "every", "at_once", "optimizer_state", "learning_rate"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")
-        for option in ("cache_dtype", "cache_padding", "cache_bytes"):
-            if self.cache is None and getattr(self, option) != type(self).model_fields[option].default:
-                raise ValueError(f"{option} needs cache: memory or disk")
-        if self.cache is not None and self.turn is not None:
-            raise ValueError("cache needs layers that are frozen all the time, got turn: layers")
         if self.order == "independent" and self.learning_rate == "cycle":
             raise ValueError("learning_rate: cycle needs turns that go round, got order: independent; use turn")
         return self
@@ -130,12 +109,6 @@ class Frozen(ParameterSelector):
     @property
     def offloads_state(self) -> bool:
         return self.optimizer_state == "cpu"
-
-    @property
-    def keeps_outputs(self) -> KeptOutputs | None:
-        if self.cache is None:
-            return None
-        return KeptOutputs(self.cache, self.cache_dtype, self.cache_padding, self.cache_bytes)
 
     @property
     def sets_rates(self) -> bool:

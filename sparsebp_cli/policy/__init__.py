@@ -10,7 +10,6 @@ from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
 from sparsebp_cli.policy.gradient_sample import sample_gradient
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
-from sparsebp_cli.policy.kept_output import KeptOutputs
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.measure import (
     Examples,
@@ -59,7 +58,6 @@ __all__ = [
     "GradientSelector",
     "Groups",
     "InformedSelector",
-    "KeptOutputs",
     "Kind",
     "LayerGradient",
     "LinearInput",

@@ -7,18 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.policy.contract import Policy, Step
-from sparsebp_cli.policy.kept_output import KeptOutputs
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.rule import (
-    GIVEN,
     SEVERAL,
-    AllBut,
     Conditions,
     Rule,
-    at_linears,
     needs_optimizer,
     not_compiled,
-    not_with,
     one_process,
 )
 
@@ -64,11 +59,6 @@ class ParameterSelector(Policy):
     def offloads_state(self) -> bool:
         """Whether the engine moves the optimizer's state of a parameter to CPU memory while it is not trained."""
         return False
-
-    @property
-    def keeps_outputs(self) -> KeptOutputs | None:
-        """How the engine caches each example's output of the frozen lowest layers for later visits; None: no cache."""
-        return None
 
     @property
     def sets_rates(self) -> bool:
@@ -126,12 +116,7 @@ def _find_facts(policy: ParameterSelector) -> Mapping[str, object]:
         "names_layers": policy.changes,
         "sets_rates": policy.sets_rates,
         "chooses_parameters": True,
-        "keeps_outputs": policy.keeps_outputs is not None,
     }
-
-
-_KEEPS: Conditions = {"keeps_outputs": (True,)}
-_KEEPING = "{policy} that keeps outputs"
 
 
 _TURNS: Conditions = {"changes": (True,)}
@@ -142,7 +127,6 @@ PARAMETER_SELECTOR = Kind(
     asked="Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
     extensions=(
         (300, "sparsebp_cli.backward.kind.parameter.extension:ParameterExtension"),
-        (400, "sparsebp_cli.backward.kind.parameter.kept_output.extension:make_outputs"),
         (2_100, "sparsebp_cli.backward.kind.parameter.learning_rate:make_rates"),
     ),
     places="sparsebp_cli.backward.kind.parameter.extension:find_places",
@@ -167,27 +151,5 @@ PARAMETER_SELECTOR = Kind(
             facts=_TURNS,
         ),
         not_compiled("each set would be compiled again", what=_TURNING, facts=_TURNS),
-        not_compiled("each step finds other examples in the cache", what=_KEEPING, facts=_KEEPS),
-        one_process(
-            "Each process would cache its own examples, but gets others in each epoch.", what=_KEEPING, facts=_KEEPS
-        ),
-        at_linears(
-            "With a cached output, the nodes of the frozen layers do not exist.", does=" with cache", facts=_KEEPS
-        ),
-        not_with("segments", GIVEN, "segments and cache both change how the model runs its layers", facts=_KEEPS),
-        not_with("float8", GIVEN, "with cache, the scale of a batch depends on all of its examples", facts=_KEEPS),
-        Rule(
-            "{other} and {policy} are not supported: one packs the examples of a batch, and the other keeps outputs by "
-            "example, whose bits depend on the packing; give one of them, or leave cache out",
-            policy=_KEEPS,
-            other={"kind": ("BatchPacker",)},
-        ),
-        Rule(
-            "{other} and {policy} in one forward are not supported where one keeps outputs of frozen layers: give one "
-            "of them, or leave cache out",
-            why="The other one changes what the frozen layers compute: which rows, examples or layers.",
-            policy=_KEEPS,
-            other={"kind": AllBut(("GradientSelector", "EpochSelector", "ParameterSelector", "BatchPacker"))},
-        ),
     ),
 )

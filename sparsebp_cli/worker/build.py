@@ -208,11 +208,6 @@ def _build_order(
         group_by=training.group_by,
     )
     order.gaps = reference.data.gaps
-    if order.gaps is not None and (keepers := [p for p in policies if find_facts(p).get("keeps_outputs")]):
-        raise UnsupportedError(
-            f"{type(keepers[0]).__name__} with cache: the gaps of a masked language model are drawn anew at each visit "
-            "of an example, so no output can be reused; leave cache out"
-        )
     if any(kind.by_worker or not kind.has_backward for kind in list_kinds(policies)):
         refuse_unsupported(recipe)  # attach sees neither the policies that the worker executes nor checkpointing: full
     for policy in policies:

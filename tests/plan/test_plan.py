@@ -146,12 +146,20 @@ def test_a_plan_with_a_removed_value_is_read_as_it_is_and_no_recipe_may_have_it(
         load_stored(content["recipe"], "plan.json")
 
 
-def test_an_option_that_is_gone_is_read_where_it_has_the_value_that_is_left() -> None:
-    stored = json.loads(Plan(recipe=recipe(policy=[{"name": "lossless", "padding": True}])).model_dump_json())["recipe"]
+GONE = {"cache": None, "cache_dtype": "exact", "cache_padding": "keep", "cache_bytes": 2**30}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gone", "other"),
+    [("lossless", {}, {"padding": True}, {"padding": False}), ("frozen", {"freeze": ["*"]}, GONE, {"cache": "disk"})],
+)
+def test_an_option_that_is_gone_is_read_where_it_has_the_value_that_is_left(name, options, gone, other) -> None:
+    stored = json.loads(Plan(recipe=recipe(policy=[{"name": name, **options, **gone}])).model_dump_json())["recipe"]
     (entry,) = load_stored(stored, "plan.json").recipe.policy
-    assert entry.model_dump() == make_policy("lossless").model_dump(mode="json") | {"name": "lossless"}
-    stored["policy"][0]["padding"] = False
-    with pytest.raises(RecipeError, match=r"policy\.0\.padding: unknown key"):
+    assert entry.model_dump() == make_policy(name, **options).model_dump(mode="json") | {"name": name}
+    assert gone.items() <= entry.model_dump().items()  # so that the ids of groups stay
+    stored["policy"][0] |= other
+    with pytest.raises(RecipeError, match=rf"policy\.0\.{next(iter(other))}: unknown key"):
         load_stored(stored, "plan.json")
 
 

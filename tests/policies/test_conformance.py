@@ -55,10 +55,6 @@ _FITTING: dict[str, list[Any]] = {
 }
 
 
-# They need layers that follow one another, as the decoder of the suite has none: tests/backward/test_kept_outputs.py.
-_ELSEWHERE = {"cache", "cache_dtype", "cache_padding", "cache_bytes"}
-
-
 def _values(option: str, schema: dict[str, Any]) -> list[Any]:
     if option in _BY_ENGINE | _FITTING:
         return (_BY_ENGINE | _FITTING)[option]
@@ -80,7 +76,6 @@ def _values(option: str, schema: dict[str, Any]) -> list[Any]:
 def _option_sets(policy_class: type[Policy]) -> list[dict[str, Any]]:
     """Every value of every option, and every two together, as far as the policy takes them."""
     schemas = policy_class.model_json_schema().get("properties", {})
-    schemas = {name: schema for name, schema in schemas.items() if name not in _ELSEWHERE}
     required = {name: _values(name, schemas[name])[0] for name in policy_class.model_json_schema().get("required", [])}
     single = [(name, value) for name, schema in schemas.items() for value in _values(name, schema)]
     sets: dict[str, dict[str, Any]] = {}

@@ -48,7 +48,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "frozen": [
         {"turn": "layers", "every": 3},
         {"freeze": ["*layers.0*"]},
-        {"freeze": ["*embed_tokens*", "*layers.0*"], "cache": "memory"},
+        {"freeze": ["*embed_tokens*", "*layers.0*"]},
         {"turn": "layers", "order": "independent", "at_once": 1, "every": 2},
     ],
     "gact": [{"bits": 4}],
