@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
@@ -59,7 +58,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     num_examples: int | None = None,
     reference: nn.Module | Literal["batch"] | None = None,
     validation: Mapping[str, torch.Tensor] | None = None,
-    folder: str | Path | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> Engine:
     """Attach policies to a model, for any PyTorch loop that calls ``engine.backward(loss)``.
@@ -82,8 +80,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
             of your own loss, which runs the same batches without gradient; the engine skips the same rows in it.
         validation: Examples that are never trained on: one batch of the model's arguments with ``labels``. A policy
             draws from it and compares gradients of the batch with gradients of these examples.
-        folder: The training's folder, in which a policy caches results for later visits of an example or for the next
-            process. You may delete the cache between two trainings.
         **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which are
             the section ``backward`` of a recipe: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
             ``checkpointing``, ``segments``.
@@ -118,7 +114,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         validation=validation,
         exclude=options.exclude,
         packs=_packs(policies),
-        folder=None if folder is None else Path(folder),
     )
     states = PolicyStates(
         [(policy, _find_places(policy, model, decisions, given)) for policy in policies],

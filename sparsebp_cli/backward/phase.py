@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NotRequired, Self, TypedDict, Unpack, final
 
 import torch
@@ -188,7 +187,6 @@ def attach_phases(  # noqa: PLR0913 - those of attach
     seed: int = 0,
     reference: nn.Module | Literal["batch"] | None = None,
     validation: Mapping[str, Tensor] | None = None,
-    folder: str | Path | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> PhasedEngine:
     """Attach policies that change from phase to phase of the training, like ``schedule`` in a recipe.
@@ -206,7 +204,6 @@ def attach_phases(  # noqa: PLR0913 - those of attach
         seed: As for :func:`attach`.
         reference: As for :func:`attach`; the same for all phases that compare with it.
         validation: As for :func:`attach`; the same for all phases that compare gradients with it.
-        folder: As for :func:`attach`; the same for all phases.
         **choices: As for :func:`attach`, the same in all phases.
 
     Returns:
@@ -231,7 +228,6 @@ def attach_phases(  # noqa: PLR0913 - those of attach
             num_examples=num_examples,
             reference=reference if needs_reference(policies, made, reference) else None,
             validation=validation if _is_wanted(policies, made, validates) else None,
-            folder=folder,
             **choices,
         )
         return engine, engine.detach

@@ -47,8 +47,6 @@ from sparsebp_cli.run.visible import mask
 SHORTEST_PREFIX = 3
 # Deleting renames a run beside the others: this needs no other file system, new folder or inode. See decision 7.
 DELETED = ".deleted-"  # prefix of the name of a run that is being deleted
-# Folder for what this run's policies keep and can recompute. It is removed at the end of the run and sent nowhere.
-CACHE = "cache"
 LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state briefly holds a shared lock
 
 # Keys of a plan that every reader needs, and their types.

@@ -23,7 +23,7 @@ from sparsebp_cli.run.budget import (
     read_members,
     size_of,
 )
-from sparsebp_cli.run.folder import CACHE, is_shared
+from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import scan
 from sparsebp_cli.tracking.flush import send_again
@@ -39,7 +39,7 @@ MOST_PARTS = 32  # in a path: deleting a folder nested 1,000 levels deep crashes
 ODD_NAMES = {errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 CHECKPOINT = re.compile(r"step-[0-9]{8,}")
 # Files about one machine's processes, locks and requests; never copied to another machine.
-PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request", "labels.json", CACHE}
+PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request", "labels.json"}
 
 
 def pack(

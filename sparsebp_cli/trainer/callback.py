@@ -219,7 +219,6 @@ class PolicyCallback(TrainerCallback):
                 policies,
                 optimizer=optimizer,
                 num_steps=num_steps,
-                folder=trainer.args.output_dir,
                 **own.choices,
                 **given,
             ),

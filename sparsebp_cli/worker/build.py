@@ -36,7 +36,6 @@ from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
 from sparsebp_cli.run.census import find_warnings
-from sparsebp_cli.run.folder import CACHE
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.source.adapter import INSIDE
 from sparsebp_cli.source.attention import refuse_device, refuse_missing_package
@@ -93,9 +92,7 @@ def build_training(
         checkpoint_activations(model)
     model.to(accelerator.device)
     optimizer = build_optimizer(recipe.training, model)
-    sequence = PhaseSequence(
-        phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer), run.path / CACHE
-    )
+    sequence = PhaseSequence(phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer))
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # the policy may have frozen parameters for the first step; report and shard all of them

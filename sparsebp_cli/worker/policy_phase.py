@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ class PhaseSequence:
     optimizer: torch.optim.Optimizer
     reference: Reference
     validation: Mapping[str, Tensor] | None = None  # a batch of the examples that are set aside
-    folder: Path | None = None  # for what policies keep and can recompute
 
     def at(self, step: int) -> PolicyPhase[Policy]:
         """Return the phase of an optimizer step, counted from 0. For later steps, return the last step's phase."""
@@ -62,7 +60,6 @@ class PhaseSequence:
             num_examples=len(self.reference.data.train),
             reference=self.reference.attached if any(map(compares, phase.policies)) else None,
             validation=self.validation if any(map(validates, phase.policies)) else None,
-            folder=self.folder,
             **recipe.backward.choices(**({"checkpointing": "none"} if is_full else {})),
         )
 

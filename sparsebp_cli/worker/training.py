@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,7 +29,6 @@ from sparsebp_cli.recipe.evaluation import EVAL, list_measured
 from sparsebp_cli.recipe.evaluation import TEST as TEST_PREFIX
 from sparsebp_cli.recipe.schema import GenerateSection
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
-from sparsebp_cli.run.folder import CACHE
 from sparsebp_cli.run.journal import SAVED
 from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.adapter import is_adapted, merge
@@ -224,8 +222,6 @@ class Training(Restorable):
                 self.journal.write("note", level="info", text=text)
             self._require_finite()
             self._save_model()
-            if self.ranks.is_first:
-                shutil.rmtree(self.run.path / CACHE, ignore_errors=True)
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
             # The first rank decides by its view of the folder, so that all ranks save or none does.
             self._save_checkpoint()

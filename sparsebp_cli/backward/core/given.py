@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sparsebp_cli.backward.core.policy_state import PolicyStates
@@ -32,7 +31,6 @@ class Given:
         validation: Examples that are never trained on, as one batch of the model's arguments, if any.
         exclude: Globs over names of modules that policies ignore.
         packs: Whether a policy packs batches. It then also executes the choices of other policies.
-        folder: The training's folder, in which policies cache results that can be computed again, if any.
     """
 
     states: PolicyStates = field(default_factory=PolicyStates)
@@ -45,7 +43,6 @@ class Given:
     validation: Mapping[str, Tensor] | None = None
     exclude: Sequence[str] = ()
     packs: bool = False
-    folder: Path | None = None
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -45,7 +44,6 @@ from sparsebp_tools.forecast.material import Material
 from sparsebp_tools.forecast.record import Parts, StepForecast
 
 CPU = torch.device("cpu")
-NOWHERE = Path("nowhere")  # a step without data writes nothing
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class Rehearsal:
         aside = list(material.data.set_aside.values())
         validation = collate(aside, material.pad_token_id) if aside else None
         phases = make_phases(recipe)
-        sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data), validation, NOWHERE)
+        sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data), validation)
         before = stand_ins.number
         try:
             engine = sequence.attach(phases[number])
