@@ -245,7 +245,6 @@ def test_extensions_change_a_model_in_the_order_that_they_always_had() -> None:
         "InputSaving",
         "ParameterExtension",
         "BlockExtension",
-        "make_outputs",
         "PackingExtension",
         "make_chooser",
         "make_example_extension",

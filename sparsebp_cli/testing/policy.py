@@ -14,6 +14,7 @@ from sparsebp_cli.policy import GradientSelector, Policy, find_policies, make_po
 from sparsebp_cli.policy.hidden_state import find_hidden_state
 from sparsebp_cli.policy.kind import load
 from sparsebp_cli.policy.known_kind import find_kind
+from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.testing.promise import require, through_json
 from sparsebp_cli.testing.selector import check_keep_all
 
@@ -39,7 +40,7 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
         )
     load(kind.suite)(made)
     if isinstance(made, GradientSelector) and "keep" in policy_class.model_fields:
-        check_keep_all(_make(policy_class, options | {"keep": 1.0}))
+        check_keep_all(validate_options(policy_class, options | {"keep": 1.0}))
 
 
 def _find_class(policy: object, options: dict[str, object]) -> tuple[type[Policy], dict[str, object]]:
@@ -83,11 +84,11 @@ def _check_control(policy: Policy) -> None:
 
 def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Policy:
     name = policy_class.__name__
-    policy = _make(policy_class, options)
+    policy = validate_options(policy_class, options)
     problem = find_hidden_state(policy_class)
     require(not problem, f"{name} {problem}")
     try:
-        _make(policy_class, options | {"an_option_that_nobody_has": 1})
+        validate_options(policy_class, options | {"an_option_that_nobody_has": 1})
     except ValidationError:
         pass
     else:
@@ -102,7 +103,3 @@ def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Po
 def _check_json(policy: Policy) -> None:
     name, again = type(policy).__name__, through_json(policy)
     require(again == policy, f"{name}: options differ after conversion to JSON and back: {policy!r}, then {again!r}")
-
-
-def _make(policy_class: type[Policy], options: dict[str, object]) -> Policy:
-    return policy_class.model_validate_json(json.dumps(options))
