@@ -9,8 +9,7 @@ from sparsebp_cli.run.metric import METRICS
 
 TEXT = """This page lists every number that a run logs over steps, in the journal and in MLflow. [Definitions
 of metrics](definitions.md) defines them. *Timing*: the value depends on the machine's speed, so repeating the run
-gives another one; all others are repeated bit for bit on one machine with one thread count (CPU), but for the FLOPs
-that `frozen` with a `cache` saves after a kill: what is known then may be other examples."""
+gives another one; all others are repeated bit for bit on one machine with one thread count (CPU)."""
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page

@@ -101,10 +101,6 @@ KEPT_SHARE = Metric("policy/kept_share", "share")
 TRAINED_SHARE = Metric("policy/trained_share", "share")  # fraction of the targets whose loss counts
 VISITED_SHARE = Metric("policy/visited_share", "share")  # fraction of the training examples that the epoch visits
 CARRIED_SHARE = Metric("policy/carried_share", "share")  # fraction of non-padding positions with a gradient
-KNOWN_SHARE = Metric("policy/known_share", "share", "higher")  # fraction of examples whose frozen layers were skipped
-# Size of the kept outputs of frozen layers, in memory or on disk.
-KEPT_OUTPUT_BYTES = Metric("policy/kept_output_bytes", "B", "lower")
-KEPT_OUTPUT_ERROR = Metric("policy/kept_output_error", "", "lower")  # relative rounding error of kept outputs
 NODES = Metric("policy/nodes", "nodes")  # nodes in the autograd graph of one backward
 NODES_RUN = Metric("policy/nodes_run", "nodes", "lower")  # number of these nodes that received a gradient
 PARAMETERS_REACHED = Metric("policy/parameters_reached", "tensors", "higher")  # parameters that got a gradient

@@ -140,11 +140,10 @@ class StepPrice:
         updated: int,
         trained: int,
         trials: float = 0.0,
-        left_out: float = 0.0,
     ) -> dict[str, float | None]:
         """Return the FLOPs of a step (from 1) over micro-batches of one process, and of a dense step over the same
         ones; None before the first count. The step updates ``updated`` of the ``trained`` entries that dense trains.
-        ``trials`` are the FLOPs of trial passes before it, ``left_out`` those of forwards that reused kept results."""
+        ``trials`` are the FLOPs of trial passes before it."""
         if self.counted is None:
             return {metric.STEP_FLOPS.name: None, metric.DENSE_STEP_FLOPS.name: None}
         if self.unknown is None and not self.known.knows(kind):
@@ -154,7 +153,7 @@ class StepPrice:
         share = self.counted.policy / self.counted.dense if is_own else self.known.predict(kind)
         dense = self.counted.dense * scale
         return {
-            metric.STEP_FLOPS.name: share * dense - left_out + update + trials,
+            metric.STEP_FLOPS.name: share * dense + update + trials,
             metric.DENSE_STEP_FLOPS.name: dense + self.per_entry * trained,
             metric.UPDATE_FLOPS.name: update,
             metric.DENSE_UPDATE_FLOPS.name: self.per_entry * trained,

@@ -70,7 +70,7 @@ def price_pass(proof: Proof, shape: Shape) -> CountedPass:
     """Return the cost of the two counted passes over a micro-batch."""
     dense = proof.dense.flops.by_operator
     squares = sum(flops for operator, flops in dense.items() if any(part in operator for part in SQUARES))
-    return CountedPass(_first_visit(proof.policy), _total(proof.dense), float(squares), *shape)
+    return CountedPass(_total(proof.policy), _total(proof.dense), float(squares), *shape)
 
 
 def count_price(trial: TrialStep, shape: Shape, before: CountedPass) -> tuple[CountedPass, StepKind]:
@@ -95,9 +95,9 @@ class PassWork:
 def count_work(trial: TrialStep, mode: Mode, usual: float = math.inf) -> PassWork:
     """Count a pass with the draw of the next step. Above ``usual`` FLOPs, count again and return the smaller."""
     counted = _count(trial, mode, draw=-1)
-    flops = _first_visit(counted.cost)
+    flops = _total(counted.cost)
     if flops > usual:  # for example because of a check that an exact policy makes once
-        flops = min(flops, _first_visit(_count(trial, mode, draw=-1).cost))
+        flops = min(flops, _total(_count(trial, mode, draw=-1).cost))
     return PassWork(flops, counted.kind, counted.updated)
 
 
@@ -108,11 +108,6 @@ def cost_ratio(dense: PassCount, policy: PassCount) -> float:
 
 def _total(count: PassCount) -> float:
     return float(count.flops.forward.total() + count.backward_flops.total())
-
-
-def _first_visit(count: PassCount) -> float:
-    """Return the FLOPs of a pass as if it reused no kept results; each step reports what it left out."""
-    return _total(count) + count.left_out
 
 
 def _time(trial: TrialStep, stopwatch: Stopwatch, mode: Mode) -> tuple[float, PassResult]:
@@ -148,8 +143,7 @@ def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
         saved = max(every, key=lambda one: one.total)  # of the micro-batch that saves most
         claiming = [part for part in engine.extensions if "claim" in part.hooks] if mode == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
-        left_out = sum(part.left_out for part in engine.extensions) if mode == "policy" else 0.0
-        cost = PassCount(flops, saved, left_out)
+        cost = PassCount(flops, saved)
         report = engine.report()  # not counted: it may run the model to find the usual cost of training steps
         told = [describe_pass(engine, trial.sizes)]
         kind = StepKind.of(told, engine.take_kept_share(), engine.take_chosen()) if mode == "policy" else StepKind()

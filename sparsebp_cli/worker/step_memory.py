@@ -18,7 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from sparsebp_cli.backward import Engine, Route
-from sparsebp_cli.backward.core.report import Chosen, OutputUse
+from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.observe.saved_bytes import tensor_bytes
 from sparsebp_cli.memory import MemoryTrace, memory_trace
 from sparsebp_cli.memory.storage import plain_tensors, tensors_in
@@ -190,17 +190,6 @@ def route_metrics(route: Route | None) -> dict[str, float | None]:
         metric.NODES_RUN.name: route.nodes_reached,
         metric.PARAMETERS_REACHED.name: float(len(route.parameters)),
         metric.MISS_RATE.name: route.miss_rate,
-    }
-
-
-def output_metrics(use: OutputUse | None) -> dict[str, float | None]:
-    """Return how a step used kept outputs of frozen layers; empty if no policy keeps any."""
-    if use is None:
-        return {}
-    return {
-        metric.KNOWN_SHARE.name: use.known / use.examples if use.examples else None,
-        metric.KEPT_OUTPUT_BYTES.name: float(use.num_bytes),
-        metric.KEPT_OUTPUT_ERROR.name: use.relative_error,
     }
 
 

@@ -68,7 +68,6 @@ from sparsebp_cli.worker.step_memory import (
     epoch_metrics,
     kept_share,
     memory_metrics,
-    output_metrics,
     route_metrics,
     selection_metrics,
 )
@@ -310,7 +309,7 @@ class Training(Restorable):
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.price.see(which, self.step + 1, counting.flops / updated if counting is not None and updated else None)
-        use, kept, chosen = self.engine.take_output_use(), self.engine.take_kept_share(), self.engine.take_chosen()
+        kept, chosen = self.engine.take_kept_share(), self.engine.take_chosen()
         price = self.price.price(
             self.step + 1,
             StepKind.of(passes, kept, chosen),
@@ -318,7 +317,6 @@ class Training(Restorable):
             updated,
             sum(sizes.values()),
             probing or 0.0,
-            0.0 if use is None else use.left_out_flops,
         )
         tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
@@ -339,7 +337,6 @@ class Training(Restorable):
             metric.STEP_CPU_SECONDS.name: most.pop("step_cpu"),
             metric.LOAD.name: read_load(),
             **most,
-            **output_metrics(use),
             **route_metrics(self.engine.take_route()),
             **selection_metrics(chosen, self.ranks, self.phase.policies),
             **epoch_metrics(self.order.epoch),

@@ -63,8 +63,8 @@ def test_an_extension_without_hooks_changes_nothing() -> None:
     with plain.reading_by(None, "labels"):
         pass
     assert not plain.expect([])
-    assert (plain.frozen, plain.work_shares, plain.state_dict(), plain.left_out) == (frozenset(), (), {}, 0.0)
-    assert (plain.gradient_bytes, plain.take_use(), plain.trains_frozen) == (None, None, False)
+    assert (plain.frozen, plain.work_shares, plain.state_dict()) == (frozenset(), (), {})
+    assert (plain.gradient_bytes, plain.trains_frozen) == (None, False)
 
 
 class Structural:

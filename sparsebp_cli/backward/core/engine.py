@@ -26,7 +26,7 @@ from sparsebp_cli.backward.core.extension import (
 from sparsebp_cli.backward.core.loss_scale import RootWatch, ScaleFinder, refuse_scale
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
 from sparsebp_cli.backward.core.policy_state import PolicyStates
-from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, OutputUse, Report, Route
+from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route
 from sparsebp_cli.backward.core.trial import Trials
 from sparsebp_cli.backward.observe.dense_graph import CallNote, CallShape, count_dense
 from sparsebp_cli.backward.observe.example_rows import BatchNote
@@ -423,11 +423,6 @@ class Engine:
     def take_chosen(self) -> Chosen | None:
         """Return the counts of chosen targets, positions and examples since the last call; None if no policy chose."""
         return self._counter.chosen.take()
-
-    def take_output_use(self) -> OutputUse | None:
-        """Return how training forwards since the last call used cached outputs; None if no policy caches outputs."""
-        used = (extension.take_use() for extension in self.extensions)
-        return next((use for use in used if use is not None), None)
 
     def take_route(self) -> Route | None:
         """Return the routes of all passes since the last call; None without a router."""

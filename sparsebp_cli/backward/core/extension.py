@@ -18,7 +18,7 @@ from sparsebp_cli.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from sparsebp_cli.backward.core.report import Chosen, EagerReport, FlopEstimate, OutputUse, Route
+    from sparsebp_cli.backward.core.report import Chosen, EagerReport, FlopEstimate, Route
     from sparsebp_cli.policy import Budget, GradientSelector, Policy, Reading, Seen, Selection, Site, Split, Step
 
     Share = tuple[type[Selection] | None, float]
@@ -232,15 +232,6 @@ class EngineExtension:
         """Number of comparisons with the plain step so far that no probe measures. Each costs a plain pass and another
         pass of the extension."""
         return 0
-
-    @property
-    def left_out(self) -> float:
-        """FLOPs that the last forward saved by reusing results of an earlier one."""
-        return 0.0
-
-    def take_use(self) -> OutputUse | None:
-        """Return how training forwards used cached outputs since the last call; None without a cache."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return entries that a resumed run needs, under names that no other extension uses."""

@@ -129,30 +129,6 @@ class Chosen:
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-@dataclass(frozen=True)
-class OutputUse:
-    """Use of a cache for outputs of frozen layers, and the work that it saved.
-
-    Args:
-        examples: Examples of training forwards since the last count.
-        known: Examples among them whose cached output was used.
-        left_out_flops: FLOPs of the frozen layers that were saved; less than 0 if comparisons with computed outputs
-            cost more.
-        num_bytes: Present size of the cache, in bytes.
-        relative_error: 2-norm of the error of all cached outputs over the 2-norm of the outputs; 0 if they are exact.
-    """
-
-    examples: int = 0
-    known: int = 0
-    left_out_flops: float = 0.0
-    num_bytes: int = 0
-    relative_error: float = 0.0
-
-    def add(self, examples: int, known: int, left_out_flops: float) -> OutputUse:
-        """Return the sum with the counts of one more forward."""
-        return OutputUse(self.examples + examples, self.known + known, self.left_out_flops + left_out_flops)
-
-
 @dataclass
 class ChosenCounter:
     """Total of :class:`Chosen`, and the part since the last ``take``."""

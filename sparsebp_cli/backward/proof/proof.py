@@ -30,12 +30,10 @@ class PassCount:
     Args:
         flops: FLOPs of forward and backward, by module.
         saved: Bytes that the forward saved for the backward, by module.
-        left_out: FLOPs of the forward that were saved by reusing results of an earlier pass.
     """
 
     flops: FlopCount
     saved: SavedBytes
-    left_out: float = 0.0
 
     @property
     def backward_flops(self) -> Counter[str]:
