@@ -19,7 +19,6 @@ from sparsebp_cli.compare.load import mark_repeats
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import decide_all, withhold
 from sparsebp_cli.compare.measured import ExampleDifference
-from sparsebp_cli.compare.sequential import Trial
 from sparsebp_cli.compare.statistics import (
     Difference,
     paired_difference,
@@ -206,24 +205,14 @@ def looking(studies: int) -> list[Row]:
                 stated[kind] |= decision is not None and getattr(decision, kind) != "inconclusive"
         return stated["answer"], stated["anytime"]
 
-    def trial(draw: Draw, most: int, truth: float) -> bool:
-        values, baseline = noise(draw, "normal", most) + truth * PAIR, noise(draw, "normal", most)
-        going = Trial(["p"], most, PAIR, worse_is_up=True)
-        for look in going.looks:
-            if going.open:
-                going.look({"p": seeded(values[:look])}, seeded(baseline[:look]))
-        return not going.open
-
     rows = []
     for most in (10, 30):
         for truth, word in ((1.0, "wrong"), (0.0, "decided")):
             found = [every_seed(np.random.default_rng(s), most, truth) for s in range(studies)]
             one, any_look = (f"{sum(column) / studies:.3f}" for column in zip(*found, strict=True))
-            until = sum(trial(np.random.default_rng(s), most, truth) for s in range(studies)) / studies
             rows += [
                 (f"`compare` after every seed, the answer of one look: {word}", f"{most}", one),
                 (f"`compare` after every seed, the answer at any look: {word}", f"{most}", any_look),
-                (f"`run --until-ci`: {word}", f"{most}", f"{until:.3f}"),
             ]
     return rows
 

@@ -32,7 +32,7 @@ def quickstart(
     plans = make_plans([find_shipped(name).file for name in RECIPES], changes or [], None)
     if ids is not None:
         write_ids(ids, plans)
-    followed = execute_plans(plans, max_parallel=1, is_brief=True)
+    followed = execute_plans(plans)
     if followed.exit_code:
         tell(followed.answer(), output, lambda _: None)
         raise typer.Exit(followed.exit_code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +19,7 @@ from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
 from sparsebp_cli.cli.targets import as_change, complete_target
 from sparsebp_cli.cli.validate import load_checked
-from sparsebp_cli.entry_point import entry_points, find_tool, tell_home
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, create_run, home
 
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 
 
 IDS = "Also write the ids of the runs to this file, one per line, as soon as they are known."
-UNTIL = (
-    "Train more seeds (of --seeds, or 0-9) until it is clear whether the policy is worse by this margin: "
-    "eval/loss=0.01."
-)
 
 
 def run(  # noqa: PLR0913, PLR0917 - one parameter an option
@@ -75,11 +70,6 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
             "device.",
         ),
     ] = False,
-    until_ci: Annotated[str | None, typer.Option("--until-ci", metavar="METRIC=MARGIN", help=UNTIL)] = None,
-    max_minutes: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="MINUTES", help="With --until-ci: start no more runs after this time."),
-    ] = None,
     output: Format = Output.TABLE,
 ) -> None:
     """Train the runs that recipes describe. Several recipes or seeds run one after the other."""
@@ -88,19 +78,6 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise UsageError("--with-baseline trains one run at a time: leave out --max-parallel")
     changes = [*as_change(target), *(changes or [])]
     changes += [f"name={name}"] if name else []
-    if until_ci is not None:
-        if dry_run or detach or with_baseline or ids is not None:
-            raise UsageError("--until-ci waits for results: leave out --dry-run, --detach, --ids and --with-baseline")
-        if (tool := find_tool("until")) is None:
-            raise UsageError(f"--until-ci is {tell_home('sparsebp-lab')}")
-
-        def execute(plans: Sequence[Plan]) -> int:
-            return execute_plans(plans, max_parallel).exit_code
-
-        plans_of = partial(make_plans, files, changes)
-        answer, code = tool.run_until(until_ci, seeds, max_minutes, plans_of, execute)
-        tell(answer, output, tool.print_answers)
-        raise typer.Exit(code)
     plans = make_plans(files, changes, seeds)
     if with_baseline:
         plans = _add_baselines(plans, files, changes)
@@ -161,12 +138,12 @@ def print_ids(started: RunOutcomes) -> None:
         print_line(outcome.run.run_id)
 
 
-def execute_plans(plans: Sequence[Plan], max_parallel: int, *, is_brief: bool = False) -> Followed:
-    """Run plans to their end, without summaries if ``is_brief``."""
+def execute_plans(plans: Sequence[Plan]) -> Followed:
+    """Run plans one after the other to their end, without summaries."""
     check_plans(plans)
     with Interrupts() as interrupts:
-        jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel)
-        return follow_all(jobs, interrupts, is_brief=is_brief)
+        jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel=1)
+        return follow_all(jobs, interrupts, is_brief=True)
 
 
 def _write_plan(plan: Plan) -> RunFolder:

@@ -368,8 +368,6 @@ class _Builder:
         decisions: list[NotWorse | None] = [None] * len(groups)
         if self.question.margin is not None:
             decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
-            answers = self._trial_answers()
-            decisions = [answers.get(g.group, d) if d else d for g, d in zip(groups, decisions, strict=True)]
         decisions[1:] = [self._withhold(g.group, d) for g, d in zip(groups[1:], decisions[1:], strict=True)]
         return [
             replace(
@@ -395,19 +393,6 @@ class _Builder:
     def _control(self, group: str, control: str) -> Difference | None:
         """Return a group's difference to one of its controls, for its statement."""
         return self._judge(self._difference(group, control), group, control, self.metric)
-
-    def _trial_answers(self) -> dict[str, NotWorse | None]:
-        """Return the answers of a trial with this question. After its looks, one more test at 5% would be wrong."""
-        trials = {run.looks for run in self.loaded if run.looks is not None and run.run_id not in self.excluded}
-        wanted = (self.metric, self.question.margin, self.first)
-        same = [looks for looks in trials if (looks.metric, looks.margin, looks.baseline) == wanted]
-        if self.question.reducer.kind != "final":
-            return {}
-        values = {g: by_seed(some, lambda run: self.values[run.run_id]) for g, some in self.counted.items()}
-        found: dict[str, NotWorse | None] = {}
-        for looks in sorted(same, key=lambda looks: len(looks.made)):
-            found |= looks.answer(values, worse_is_up=self.way == "lower")
-        return {group: answer for group, answer in found.items() if answer is not None}
 
     def _count(self, groups: Sequence[Group], controls: Sequence[Control]) -> tuple[Family, ...]:
         """Return the families with at least one statement."""

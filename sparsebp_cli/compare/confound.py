@@ -203,6 +203,11 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     if len(seeds) > 1:
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
         lines.append(f"the groups have different seeds ({shown}): differences use only the shared seeds")
+    if any(run.sequential for run in counted):
+        lines.append(
+            "`run --until-ci` of 0.5 added seeds until a margin was decided: intervals and answers of one look do not "
+            "account for this"
+        )
     if dirty := [run.run_id for run in counted if run.dirty]:
         lines.append(f"uncommitted changes in the checkout were present in {len(dirty)} of {len(counted)} runs")
     if untimed := [run for run in counted if not run.is_timed and run.history.metrics]:

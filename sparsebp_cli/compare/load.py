@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.tracking.content import find_state
@@ -28,7 +27,7 @@ def load_folder(run: RunFolder) -> LoadedRun:
     """Read a run's plan and event log from its folder. Raise ``RunNotFoundError`` without a readable plan."""
     plan, history = Plan.load(run.plan_file), History.load(run.path)
     loaded = LoadedRun.of_plan(plan, history, find_state(run, history))
-    loaded.looks = Looks.load(run.path)
+    loaded.sequential = run.trial_file.exists()
     return loaded
 
 

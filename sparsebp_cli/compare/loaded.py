@@ -14,7 +14,6 @@ from itertools import pairwise, starmap
 from operator import le
 from typing import Any, NamedTuple
 
-from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
@@ -55,7 +54,7 @@ class LoadedRun:
     source: str = ""  # where it was read: empty for its folder, else the store's address without password
     repeats: str = ""  # the first ended run of this seed in this group; empty if it is this run
     seed_key: str = "training.seed"  # key of the seed in its recipe or parameters; empty: none
-    looks: Looks | None = None  # looks of its ``run --until-ci`` trial; None: it was in none
+    sequential: bool = False  # whether ``run --until-ci`` of 0.5 trained it
     steps_logged: int | None = None  # the highest step of any metric in a store's list; None: take it from the metrics
 
     @classmethod

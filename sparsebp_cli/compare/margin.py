@@ -42,7 +42,6 @@ class NotWorse:
             cannot be predicted, or would take more than 200.
         equivalent: Whether the difference is smaller than the margin in both directions.
         anytime: The answer that holds for any number of interim looks while seeds were added.
-        looks: Numbers of seeds at which the ``run --until-ci`` trial of this answer looked; else empty.
         withheld: Why the answer differs from the numbers; empty if it does not.
     """
 
@@ -53,29 +52,26 @@ class NotWorse:
     more_seeds: int | None = None
     equivalent: Answer = "inconclusive"
     anytime: Answer = "inconclusive"
-    looks: tuple[int, ...] = ()
     withheld: str = ""
 
 
-def parse_margin(text: str, option: str = "--margin") -> tuple[str | None, float]:
-    """Parse ``eval/loss=0.01`` or ``0.01`` into the metric (None if not named) and the margin. Raise ``UsageError``,
-    which names the command line's ``option``, for another form or a margin not above 0."""
+def parse_margin(text: str) -> tuple[str | None, float]:
+    """Parse ``eval/loss=0.01`` or ``0.01`` into the metric (None if not named) and the margin. Raise ``UsageError`` for
+    another form or a margin not above 0."""
     name, _, number = text.rpartition("=")
     try:
         value = float(number)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0.0) or ("=" in text and not name.strip()):
-        raise UsageError(f"{option} must be a number above 0 or METRIC=NUMBER, such as eval/loss=0.01; got {text!r}")
+        raise UsageError(f"--margin must be a number above 0 or METRIC=NUMBER, such as eval/loss=0.01; got {text!r}")
     return name.strip() or None, value
 
 
-def decide_all(
-    differences: Sequence[Difference | None], margin: float, *, worse_is_up: bool, level: float = LEVEL
-) -> list[NotWorse | None]:
+def decide_all(differences: Sequence[Difference | None], margin: float, *, worse_is_up: bool) -> list[NotWorse | None]:
     """Answer for every group at once, because the correction needs all of them. ``differences`` are of each group to
     the baseline, None if missing. ``margin`` is above 0. ``worse_is_up`` says whether a larger value is worse.
-    ``level``, in (0, 1), is the chance of any wrong answer."""
+    The chance of any wrong answer is at most 5%."""
     worsenings = [None if d is None else _worsening(d, worse_is_up) for d in differences]
     raw = [
         None if w is None or d is None else _test(w, d, margin) for w, d in zip(worsenings, differences, strict=True)
@@ -95,15 +91,15 @@ def decide_all(
         p = raw[i]
         decision = NotWorse(
             margin,
-            _answer(decisive[i], level, holds=worsening < margin),
+            _answer(decisive[i], holds=worsening < margin),
             p,
             corrected[i],
-            equivalent=_answer(equal[i], level, holds=abs(worsening) < margin),
-            anytime=_answer(anytime[i], level, holds=worsening < margin),
+            equivalent=_answer(equal[i], holds=abs(worsening) < margin),
+            anytime=_answer(anytime[i], holds=worsening < margin),
         )
         if decision.answer == "inconclusive" and p is not None and difference.sd:
             tests = sum(x is not None for x in raw)
-            needed = seeds_needed(abs(worsening - margin) / difference.sd, difference.n, level / tests)
+            needed = seeds_needed(abs(worsening - margin) / difference.sd, difference.n, LEVEL / tests)
             decision = replace(decision, more_seeds=None if needed is None else needed - difference.n)
         found.append(decision)
     return found
@@ -154,8 +150,8 @@ def _not_yes(answer: Answer) -> Answer:
     return "inconclusive" if answer == "yes" else answer
 
 
-def _answer(p: float | None, level: float, *, holds: bool) -> Answer:
-    if p is None or not p < level:
+def _answer(p: float | None, *, holds: bool) -> Answer:
+    if p is None or not p < LEVEL:
         return "inconclusive"
     return "yes" if holds else "no"
 

@@ -316,8 +316,7 @@ def _margin(comparison: Comparison) -> Grid:
             p = decision.p if decision.p_holm is None else decision.p_holm
             more = show.NONE if decision.more_seeds is None else f"about {decision.more_seeds}"
             more = more if decision.answer == "inconclusive" and not decision.withheld else ""
-            anytime = decision.answer if decision.looks else decision.anytime
-            cells = (decision.answer, show.of_p_value(p), decision.equivalent, anytime, more)
+            cells = (decision.answer, show.of_p_value(p), decision.equivalent, decision.anytime, more)
             rows.append((group.label, *cells))
     title = "" if comparison.margin is None else f"{comparison.metric}: not worse by more than {comparison.margin:g}?"
     note = (

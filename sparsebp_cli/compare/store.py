@@ -20,7 +20,6 @@ from pathlib import Path
 from sparsebp_cli.compare.choose import RunCandidate
 from sparsebp_cli.compare.database import REQUESTS_AT_ONCE, ClientSource, Database
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
 from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.errors import RunNotFoundError, TrackingError
@@ -160,7 +159,7 @@ class _Store:
                 git_sha=run.tags.get("mlflow.source.git.commit", ""),
                 source=source,
             )
-        found.looks = Looks.parse(run.tags.get(TRIAL, ""))
+        found.sequential = TRIAL in run.tags
         found.steps_logged = max((row.step for row in run.latest.values()), default=0)
         return found
 

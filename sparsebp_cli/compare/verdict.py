@@ -193,8 +193,6 @@ def _margin(decision: NotWorse) -> Statement:
 def _margin_reasons(decision: NotWorse) -> tuple[str, ...]:
     if decision.withheld:
         return (decision.withheld,)
-    if decision.looks:
-        return (f"after looks at {', '.join(map(str, decision.looks))} seeds, fixed beforehand",)
     if decision.more_seeds is not None:
         return (f"about {decision.more_seeds} seed{'s' * (decision.more_seeds > 1)} more would decide in one look",)
     if decision.answer not in {decision.anytime, "inconclusive"}:

@@ -75,7 +75,7 @@ class RunFolder:
 
     @property
     def trial_file(self) -> Path:
-        """The file about the ``run --until-ci`` trial that the run belongs to, with its interim analyses."""
+        """Exists if ``run --until-ci`` of 0.5 trained the run."""
         return self.path / "trial.json"
 
     @property

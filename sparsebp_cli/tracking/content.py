@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
 
 RUN_ID = "sparsebp.run_id"
-TRIAL = "sparsebp.trial"
+TRIAL = "sparsebp.trial"  # of runs that `run --until-ci` of 0.5 trained
 TAGS, NOTE = "sparsebp.tags", "sparsebp.note"
 SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.LIMIT, metric.REACHED_SHARE, metric.COSINE)
 LONGEST_VALUE = 6000  # of a parameter, in MLflow 3.17
@@ -68,8 +68,8 @@ def parameters(plan: Plan) -> dict[str, str]:
     return {clean_name(key): mask(text)[:LONGEST_VALUE] for key, text in flat}
 
 
-def tags(plan: Plan, history: History, state: State, trial: str = "", labels: Labels | None = None) -> dict[str, str]:
-    """Return the tags of a run. ``trial`` is the content of ``trial.json``; it is left out if too long for a tag."""
+def tags(plan: Plan, history: History, state: State, labels: Labels | None = None) -> dict[str, str]:
+    """Return the tags of a run."""
     labels = labels or Labels()
     text = history.ends[-1].get("text", "") if history.ends and state.over else ""
     found = {clean_name(key): value for key, value in plan.recipe.tracking.tags.items()}
@@ -89,7 +89,6 @@ def tags(plan: Plan, history: History, state: State, trial: str = "", labels: La
         "mlflow.source.name": plan.provenance.recipe_file,
         "mlflow.source.git.commit": plan.provenance.git_sha,
     }
-    found |= {TRIAL: trial} if 0 < len(trial) <= LONGEST_TAG else {}
     return {key: value[:LONGEST_TAG] for key, value in found.items()}
 
 

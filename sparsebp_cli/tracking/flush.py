@@ -23,7 +23,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, RunFolder, read
-from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded, read_json, size_of
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_json, size_of
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.visible import mask
@@ -271,8 +271,7 @@ class Flusher:
         from mlflow.entities import Param, RunTag
 
         run_id, state = mlflow_run.info.run_id, find_state(self.run, self._history)
-        trial = read_bounded(self.run.trial_file, LARGEST_SMALL).decode() if self.run.trial_file.exists() else ""
-        wanted = tags(self.plan, self._history, state, trial, Labels.load(self.run.path))
+        wanted = tags(self.plan, self._history, state, Labels.load(self.run.path))
         with sqlite_lock(self.uri):
             params = {k: v for k, v in parameters(self.plan).items() if k not in mlflow_run.data.params}
             labels = {k: v for k, v in wanted.items() if mlflow_run.data.tags.get(k, "") != v}

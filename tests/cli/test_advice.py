@@ -18,7 +18,7 @@ import signal
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -39,7 +39,6 @@ from ..target.fake_worker import measure
 from .conftest import Cli, Start, Write, write_run
 from .test_handle import until
 from .test_rerun import seal_run
-from .test_until import Machine
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds, of a busy machine
@@ -274,15 +273,6 @@ def meet_report(reader: Reader) -> None:
         assert len(list_runs()) > before
 
 
-def meet_until(reader: Reader) -> None:
-    files = [reader.write_recipe(name="sparse"), reader.write_recipe(name="dense")]
-    files[1].write_text(files[1].read_text().replace("[{name: topk, keep: 0.1}]", "[{name: dense}]"))
-    with redirect_stdout(StringIO()) as said:
-        assert Machine(files, lambda _, seed: 3.0 + 0.001 * seed).until("eval/loss=0.5", "0-4") == 0
-    reader.printed = said.getvalue().splitlines()[-1]
-    assert "sparse" in reader.follow("verb/until.py", "sparsebp compare {} --margin {}={}")
-
-
 def meet_studies(reader: Reader) -> None:
     (reader.folder / "base.yaml").write_text(reader.write_recipe().read_text())
     file = reader.folder / "my study.yaml"
@@ -422,7 +412,6 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
         ("compare/report/__init__.py", "sparsebp run {}"),
         ("compare/control.py", "sparsebp run --like {} --name {} {}{}"),
     ),
-    meet_until: (("verb/until.py", "sparsebp compare {} --margin {}={}"),),
     meet_studies: (
         ("study/record.py", "sparsebp study FILE"),
         ("study/selection.py", "sparsebp study {}"),

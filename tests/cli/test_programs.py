@@ -68,8 +68,8 @@ AUDIT = dict.fromkeys(
     ),
     1,
 ) | {"findings": [], "notes": ["nothing"], "modules": []}
-# Each verb with a kind that it answers with. `forecast`, `margins` and `rebuilt` need more, which is
-# there in test_forecast.py, test_until.py and study/test_rebuild.py.
+# Each verb with a kind that it answers with. `forecast` and `rebuilt` need more, which is there in
+# test_forecast.py and study/test_rebuild.py.
 CASES: list[tuple[str, str]] = [
     ("quickstart --set tracking.uri=sqlite:////dev/null/m.db --set training.max_steps=3", "outcomes"),
     ("init folder --task completion", "files"),
@@ -176,7 +176,6 @@ def test_no_verb_and_no_kind_is_left_out() -> None:
     told = {(words.split()[0], kind) for words, kind in CASES if kind != "error"}
     told |= {
         ("validate", "forecast"),
-        ("run", "margins"),
         ("study", "rebuilt"),
         ("run", "outcomes"),
     }

@@ -23,8 +23,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, write_recipe: Write) -> list[Plan]
     """The plans that were executed, by a worker that trains nothing; another run is made while they last."""
     plans: list[Plan] = []
 
-    def execute(given: Sequence[Plan], max_parallel: int, *, is_brief: bool) -> Followed:
-        assert is_brief
+    def execute(given: Sequence[Plan]) -> Followed:
         for plan in given:
             run = create_run(plan.run_id)
             plan.save(run.path)
@@ -67,6 +66,6 @@ def test_the_quickstart_compares_its_own_two_runs_and_says_where_to_go(
 def test_a_quickstart_that_fails_compares_nothing_and_ends_with_the_code_of_its_run(
     call: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "execute_plans", lambda plans, max_parallel, is_brief: Followed((), (), 104))
+    monkeypatch.setattr(verb, "execute_plans", lambda plans: Followed((), (), 104))
     done = call("quickstart")
     assert (done.returncode, done.stdout) == (104, "")

@@ -190,7 +190,7 @@ def test_what_comes_from_another_machine_changes_no_labels(three: list[RunFolder
 
 def test_a_store_has_the_labels_and_gives_them_back(three: list[RunFolder]) -> None:
     plan, labels = Plan.load(three[0].plan_file), Labels(("best", "paper"), "a note")
-    sent = tags(plan, History.load(three[0].path), State.FINISHED, "", labels)
+    sent = tags(plan, History.load(three[0].path), State.FINISHED, labels)
     assert (sent["sparsebp.tags"], sent["sparsebp.note"]) == ("best,paper", "a note")
     assert read_labels(sent) == labels
     assert read_labels({}) == Labels()

@@ -24,7 +24,7 @@ from sparsebp_cli.compare import (
     store_candidates,
     table,
 )
-from sparsebp_cli.compare.sequential import Looks
+from sparsebp_cli.compare.archive import list_members, open_archive, write_archive
 from sparsebp_cli.compare.store import unflatten
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan
@@ -255,19 +255,23 @@ def test_a_store_that_cannot_be_written_is_read_and_nothing_is_left_beside_it(
     assert (file.read_bytes(), sorted(file.parent.iterdir())) == before
 
 
-def test_the_looks_of_a_trial_are_in_the_store_too(make_run: MakeRun, store: str, tmp_path: Path) -> None:
+def test_runs_that_a_trial_of_an_earlier_release_added_are_compared_with_one_warning(
+    make_run: MakeRun, store: str, tmp_path: Path
+) -> None:
     kinds: dict[str, dict[str, Any]] = {"dense": {}, "topk": TOPK}
     runs = [make_run(name, seed, loss=3.0 + seed / 100, **some) for seed in range(3) for name, some in kinds.items()]
     for run in runs:
-        assert sync(run, store).complete  # as the run was followed, before the first look
-    baseline, group = (Plan.load(run.plan_file).group for run in runs[:2])
-    looks = Looks("eval/loss", 0.02, baseline, (group,), (0, 1, 2, 3), (3,))
-    for run in runs:
-        looks.save(run.path)
         assert sync(run, store).complete
-    loaded = load_all(choose(store_candidates(store), ["dense", "topk"], None, "there"))[0]
-    assert [run.looks for run in loaded] == [looks] * 6
-    assert compare_runs(loaded, Question(margin=0.02)).groups[1].quality.not_worse == (
-        compare_runs(runs, Question(margin=0.02)).groups[1].quality.not_worse
-    )
-    assert "fixed beforehand" in compare_runs(loaded, Question(margin=0.02)).groups[1].verdict
+    plain = compare_runs(runs, Question(margin=0.02))
+    runs[0].trial_file.write_text('{"metric": "eval/loss"}')
+    client = open_client(store)
+    (there,) = client.search_runs(["1"], filter_string=f"tags.`sparsebp.run_id` = '{runs[0].run_id}'")
+    client.set_tag(there.info.run_id, "sparsebp.trial", runs[0].trial_file.read_text())
+    stored = load_all(choose(store_candidates(store), ["dense", "topk"], None, "there"))[0]
+    write_archive(tmp_path / "runs.tar.gz", [member for run in runs for member in list_members(run)])
+    archived = [RunFolder(path) for path in sorted((open_archive(tmp_path / "runs.tar.gz") / "runs").iterdir())]
+    for some in (runs, stored, archived):
+        found = compare_runs(some, Question(margin=0.02))
+        (added,) = set(found.warnings) - set(plain.warnings)
+        assert added.startswith("`run --until-ci` of 0.5 added seeds until a margin was decided")
+        assert [group.quality.not_worse for group in found.groups] == [g.quality.not_worse for g in plain.groups]

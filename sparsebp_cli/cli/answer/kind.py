@@ -44,7 +44,6 @@ KINDS: tuple[DocumentKind, ...] = (
     DocumentKind("runs", f"{HERE}.run_record:RunList", ("runs",)),
     DocumentKind("outcomes", f"{HERE}.run_record:RunOutcomes", ("run", "resume", "rerun", "cancel", "quickstart")),
     DocumentKind("plans", f"{HERE}.run_record:RunPlans", ("run",)),
-    DocumentKind("margins", f"{HERE}.run_record:MarginAnswers", ("run",)),
     DocumentKind("log", f"{HERE}.run_record:RunLog", ("logs",)),
     DocumentKind("labels", f"{HERE}.run_record:LabelList", ("tag",)),
     DocumentKind("archive", f"{HERE}.run_record:ArchiveFile", ("archive",)),

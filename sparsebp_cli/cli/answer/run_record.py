@@ -114,40 +114,6 @@ class RunPlans(Answer):
     """Plans in the order in which they would run."""
 
 
-class MarginAnswer(Answer):
-    """Whether one recipe is not worse than the baseline by more than a margin."""
-
-    name: str
-    """Name of the recipe."""
-    group: str
-    """Hash of the recipe without its seed."""
-    answer: str
-    """``yes``, ``no`` or ``inconclusive``."""
-    more_seeds: int | None
-    """About how many more seeds would decide."""
-
-
-class MarginAnswers(Answer):
-    """Answers of ``run --until-ci``."""
-
-    metric: str
-    """Name of the quality metric."""
-    margin: float
-    """By how much a worse result still counts as not worse."""
-    looks: list[int]
-    """Numbers of seeds after which it looks."""
-    level: float
-    """Chance of error of each look. Over all looks and groups together it is at most 5 %."""
-    stopped: str
-    """``decided``, ``seeds`` (all were used), ``minutes`` (no time was left) or ``failed`` (a run did not finish)."""
-    answers: list[MarginAnswer]
-    """One for each recipe besides the baseline."""
-    runs: list[str]
-    """Ids of the evaluated runs."""
-    next: list[str]
-    """Commands for the next steps."""
-
-
 class RunLog(Answer):
     """Output of a run's worker."""
 

@@ -17,7 +17,7 @@ from sparsebp_cli.run.budget import read_bounded
 
 LARGEST_BYTES = 64 * 1024
 WEBHOOK = "was removed: use command, such as [curl, --silent, --data-binary, '@-', ADDRESS]"
-USUAL = ("finished", "failed", "diverged", "interrupted", "unreachable", "budget-spent", "judged")
+USUAL = ("finished", "failed", "diverged", "interrupted", "unreachable", "judged")
 
 
 class Notice(BaseModel):
