@@ -20,7 +20,6 @@ EXEMPT = {
     "worker/checkpoint.py": "fills a part that durable.put_folder syncs",
     "asset/fetched.py": "fills a part that durable.sync_content syncs",
     "release/folder.py": "fills a part that durable.filling syncs",
-    "compare/store.py": "a temporary copy of a database",
     "compare/archive.py": "unpacks into a temporary folder",
     "plan/repository.py": "a temporary git folder, and that of a checkout",
     "target/relay.py": "worker.log, the output of a process",

@@ -49,7 +49,7 @@ FILES = (PLAN, JOURNAL, LABELS, "trial.json", "cancelled")
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 LARGEST_BYTES = LARGEST_JOURNAL  # unpacked size; a small file could unpack to any size
 CHUNK = 1 << 20
-PREFIX = "sparsebp-archive-"
+PREFIX = "sparsebp-copy-"
 
 Member = tuple[str, bytes]  # name in the archive, content
 
@@ -94,9 +94,7 @@ def write_archive(path: Path, members: Iterable[Member]) -> None:
 def open_archive(path: Path) -> Path:
     """Unpack the runs of an archive into a folder, which exists as long as this process, and return the folder. Raise
     ``UsageError`` for another kind of file, a damaged archive, or one that unpacks to more than 2 GiB."""
-    _remove_left()
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = make_folder()
     try:
         with open_regular(path) as file, _Limited(fileobj=file, mode="rb") as packed:
             with open_tar(packed) as archive:
@@ -130,12 +128,15 @@ def _check_size(member: tarfile.TarInfo) -> None:
         )
 
 
-def _remove_left() -> None:
-    """Remove the leftovers of killed processes."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdecimal() and folder.lstat().st_uid == os.getuid() and not Path("/proc", owner).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+def make_folder() -> Path:
+    """Return a folder for copies that exists as long as this process. Remove those of killed processes."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        owner = left.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdecimal() and left.lstat().st_uid == os.getuid() and not Path("/proc", owner).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _unpack(content: IO[bytes], place: Path) -> None:

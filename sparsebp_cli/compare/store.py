@@ -8,19 +8,13 @@ MLflow's own list. See :mod:`sparsebp_cli.compare.grouping` for its seed and its
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from sparsebp_cli.compare.choose import RunCandidate
-from sparsebp_cli.compare.database import REQUESTS_AT_ONCE, ClientSource, Database
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
+from sparsebp_cli.compare.stored import REQUESTS_AT_ONCE, Store, StoredMetrics, StoredRun
 from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.errors import RunNotFoundError, TrackingError
 from sparsebp_cli.plan import Plan
@@ -31,7 +25,7 @@ from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking import resolve_uri
 from sparsebp_cli.tracking.content import RUN_ID, TRIAL, read_labels
-from sparsebp_cli.tracking.store import is_server, is_sqlite, one_line
+from sparsebp_cli.tracking.store import is_server, is_sqlite
 
 STATES = {
     "SCHEDULED": State.QUEUED,
@@ -48,28 +42,11 @@ def store_candidates(uri: str) -> list[RunCandidate]:
     uri = resolve_uri(uri)
     if is_sqlite(uri) and not sqlite_file(uri).is_file():
         raise TrackingError(f"tracking store {mask(uri)}: there is no such file")
-    if is_sqlite(uri) and not sqlite_file(uri).stat().st_size:  # MLflow would create tables, but reading must not write
+    if is_sqlite(uri) and not sqlite_file(uri).stat().st_size:
         raise TrackingError(f"tracking store {mask(uri)}: the file is empty")
-    store = _Store(uri)
-    found = [store.describe(run) for run in store.find_runs()]
+    store = Store(uri)
+    found = [_describe(store, run) for run in store.find_runs()]
     return sorted(found, key=lambda candidate: (candidate.created, candidate.run_id), reverse=True)
-
-
-def _writable(uri: str) -> str:
-    """Return an address that MLflow can open with a lock: for a read-only file, a copy's address."""
-    if not is_sqlite(uri):
-        return uri
-    file = sqlite_file(uri)
-    # SQLite writes a journal beside the file, so the folder must be writable too.
-    if all(os.access(path, os.W_OK) for path in (file, file.parent)):
-        return uri
-    folder = Path(tempfile.mkdtemp(prefix="sparsebp-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # Copy SQLite's log too, if any: only it has the newest values.
-    for path in (file, file.with_name(f"{file.name}-wal")):
-        if path.exists():
-            shutil.copyfile(path, folder / path.name)
-    return f"sqlite:///{folder / file.name}"
 
 
 def load_all(candidates: Sequence[RunCandidate]) -> tuple[list[LoadedRun], list[str]]:
@@ -95,101 +72,72 @@ def _load(candidate: RunCandidate) -> LoadedRun | str:
         return str(error)
 
 
-class _Store:
-    """A store, whose errors become one line that names it."""
+def _describe(store: Store, run: StoredRun) -> RunCandidate:
+    recipe: dict[str, object] = {"name": run.name, "tracking": {"experiment": run.experiment}, **run.params}
+    recipe = unflatten(run.params) if RUN_ID in run.tags else recipe
+    return RunCandidate(
+        run_id=run.tags.get(RUN_ID, run.run_id),
+        name=str(recipe.get("name") or run.name or run.run_id),
+        created=run.created,
+        recipe=recipe,
+        tags=run.tags,
+        load=lambda: _load_run(store, run, recipe),
+        other_id=run.run_id,
+        metrics={name: point.value for name, point in run.latest.items()},
+        known_state=str(_state(run)),
+        place=store.uri,
+        stored_labels=read_labels(run.tags),
+    )
 
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._source: Source = ClientSource(uri)
-        self._batch = Batch(self._find_series)
 
-    def find_runs(self) -> Sequence[StoredRun]:
-        try:
-            readable = _writable(self._uri)
-            self._source = client = ClientSource(readable)
-            if is_sqlite(readable) and (database := Database(sqlite_file(readable), client.read_artifact)).is_known():
-                self._source = database
-            return self._source.find_runs()
-        except Exception as error:  # errors of MLflow, requests, sqlalchemy and the system
-            raise self._error(error) from error
-
-    def _find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
-        try:
-            return self._source.find_series(name, run_ids)
-        except Exception as error:
-            raise self._error(error) from error
-
-    def _error(self, error: Exception) -> TrackingError:
-        return TrackingError(f"tracking store {mask(self._uri)}: {one_line(error)}")
-
-    def describe(self, run: StoredRun) -> RunCandidate:
-        recipe: dict[str, object] = {"name": run.name, "tracking": {"experiment": run.experiment}, **run.params}
-        recipe = unflatten(run.params) if RUN_ID in run.tags else recipe
-        return RunCandidate(
+def _load_run(store: Store, run: StoredRun, recipe: dict[str, object]) -> LoadedRun:
+    ours, state, source = RUN_ID in run.tags, _state(run), mask(store.uri)
+    history = History(metrics=StoredMetrics(store, run, first_counts=ours))
+    if ours:
+        _fill(history, store, run)
+    if ours and (plan := _make_plan(store, run, recipe)) is not None:
+        found = LoadedRun.of_plan(plan, history, state, source)
+    else:
+        found = LoadedRun(
             run_id=run.tags.get(RUN_ID, run.run_id),
-            name=str(recipe.get("name") or run.name or run.run_id),
-            created=run.created,
+            name=str(recipe.get("name") or run.run_id),
+            seed=None,
+            group="",
             recipe=recipe,
-            tags=run.tags,
-            load=lambda: self._load(run, recipe),
-            other_id=run.run_id,
-            metrics={name: row.value for name, row in run.latest.items()},
-            known_state=str(_state(run)),
-            place=self._uri,
-            stored_labels=read_labels(run.tags),
+            created=run.created,
+            history=history,
+            state=state,
+            git_sha=run.tags.get("mlflow.source.git.commit", ""),
+            source=source,
         )
+    found.sequential = TRIAL in run.tags
+    found.steps_logged = max((point.step for point in run.latest.values()), default=0)
+    return found
 
-    def _load(self, run: StoredRun, recipe: dict[str, object]) -> LoadedRun:
-        ours, state, source = RUN_ID in run.tags, _state(run), mask(self._uri)
-        history = History(metrics=StoredMetrics(self._batch, run, first_counts=ours))
-        if ours:
-            self._fill(history, run)
-        if ours and (plan := self._plan(run, recipe)) is not None:
-            found = LoadedRun.of_plan(plan, history, state, source)
-        else:
-            found = LoadedRun(
-                run_id=run.tags.get(RUN_ID, run.run_id),
-                name=str(recipe.get("name") or run.run_id),
-                seed=None,
-                group="",
-                recipe=recipe,
-                created=run.created,
-                history=history,
-                state=state,
-                git_sha=run.tags.get("mlflow.source.git.commit", ""),
-                source=source,
-            )
-        found.sequential = TRIAL in run.tags
-        found.steps_logged = max((row.step for row in run.latest.values()), default=0)
-        return found
 
-    def _fill(self, history: History, run: StoredRun) -> None:
-        kept = self._source.read_artifact(run, "history.json")
-        if kept is None:
-            if text := run.tags.get("sparsebp.text"):
-                end = EndRecord(kind="end", attempt=1, time=0.0, status=str(_state(run)), step=0, text=text)
-                history.ends = [name_cause(end)]
-        else:
-            history.take(kept)
+def _fill(history: History, store: Store, run: StoredRun) -> None:
+    kept = store.read_artifact(run.run_id, "history.json")
+    if kept is None:
+        if text := run.tags.get("sparsebp.text"):
+            end = EndRecord(kind="end", attempt=1, time=0.0, status=str(_state(run)), step=0, text=text)
+            history.ends = [name_cause(end)]
+    else:
+        history.take(kept)
 
-    def _plan(self, run: StoredRun, recipe: dict[str, object]) -> Plan | None:
-        provenance = {
-            "sparsebp_version": run.tags.get("sparsebp.version", ""),
-            "git_sha": run.tags.get("mlflow.source.git.commit", ""),
-            "recipe_file": run.tags.get("mlflow.source.name", ""),
-        }
-        restored = {
-            "run_id": run.tags[RUN_ID],
-            "created": run.created,
-            "recipe": recipe,
-            "provenance": provenance,
-        }
-        for content in filter(None, (self._source.read_artifact(run, "plan.json"), restored)):
-            try:
-                return Plan.model_validate_json(json.dumps(content), context=STORED)
-            except ValueError:  # from another version, or with a parameter that MLflow truncated
-                continue
-        return None
+
+def _make_plan(store: Store, run: StoredRun, recipe: dict[str, object]) -> Plan | None:
+    provenance = {
+        "sparsebp_version": run.tags.get("sparsebp.version", ""),
+        "git_sha": run.tags.get("mlflow.source.git.commit", ""),
+        "recipe_file": run.tags.get("mlflow.source.name", ""),
+    }
+    restored = {"run_id": run.tags[RUN_ID], "created": run.created, "recipe": recipe, "provenance": provenance}
+    for content in filter(None, (store.read_artifact(run.run_id, "plan.json"), restored)):
+        try:
+            return Plan.model_validate_json(json.dumps(content), context=STORED)
+        except ValueError:  # from another version, or with a parameter that MLflow truncated
+            continue
+    return None
 
 
 def _state(run: StoredRun) -> State:

@@ -186,6 +186,6 @@ def test_what_killed_processes_unpacked_is_removed_if_it_is_ours(
     names = {"gone": "4194999-a", "living": "1-a", "no number": "x-a"}
     for name in names.values():
         (tmp_path / f"{store.PREFIX}{name}" / "runs").mkdir(parents=True)
-    store._remove_left()
+    store.make_folder()
     left = {kind for kind, name in names.items() if (tmp_path / f"{store.PREFIX}{name}").exists()}
     assert left == {*names} - ({"gone"} if owner == "this user" else set())

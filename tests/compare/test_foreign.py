@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,8 @@ from sparsebp_cli.compare import (
     load_all,
     store_candidates,
 )
-from sparsebp_cli.compare.database import ClientSource, Database
 from sparsebp_cli.compare.question import Reducer, better
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.errors import TrackingError, UsageError
 from sparsebp_cli.tracking.store import open_client
 from tests.compare.database import ForeignStore
 
@@ -91,9 +92,6 @@ def test_an_infinite_loss_is_no_large_number(store: ForeignStore) -> None:
         store.add("new", {"lr": 2, "seed": seed}, {"eval_loss": [*curve(6, 3.0), (9, 9000, float("inf"))]})
     runs = [one for one in store_candidates(store.uri) if one.loaded.name == "new"]
     assert [one.loaded.history.last("eval_loss") for one in runs] == [math.inf] * 3
-    ids = [one.loaded.run_id for one in runs]
-    read = ClientSource(store.uri).find_series("eval_loss", ids)  # as from a server
-    assert [max(points)[2] for points in read.values()] == [math.inf] * 3
     difference = compare(store).groups[1].quality.difference
     assert difference is None or not math.isfinite(difference.mean)
 
@@ -212,34 +210,64 @@ def test_a_direction_that_contradicts_a_metric_of_ours_is_refused(store: Foreign
         compare(store, Question(metric="eval/loss", better="higher"))
 
 
-def test_sql_and_mlflows_client_read_the_same_store_alike(store: ForeignStore) -> None:
-    for seed in range(2):
-        metrics = {"eval_loss": [*curve(6, 4, 3 + seed), (2, 9999, 2.5), (2, 9999, 2.6)], "x": [(0, 1, float("nan"))]}
-        store.add("a", {"lr": "", "seed": seed}, metrics, {"note": "ü"}, "KILLED" if seed else "FINISHED")
-    database, client = Database(store.file, lambda run, name: None), ClientSource(store.uri)
-    assert database.is_known()
-    here, there = (sorted(source.find_runs(), key=lambda run: run.run_id) for source in (database, client))
-    assert [repr((r.run_id, r.name, r.status, r.created, r.experiment, dict(r.params))) for r in here] == [
-        repr((r.run_id, r.name, r.status, r.created, r.experiment, dict(r.params))) for r in there
-    ]
-    assert [repr(sorted(run.latest.items())) for run in here] == [repr(sorted(run.latest.items())) for run in there]
-    ids = [run.run_id for run in here]
-    for name in ("eval_loss", "x"):
-        read = [source.find_series(name, ids) for source in (database, client)]
-        assert [repr(sorted(map(repr, read[0][run]))) for run in ids] == [
-            repr(sorted(map(repr, read[1][run]))) for run in ids
-        ]
+@pytest.mark.slow
+def test_a_store_of_an_earlier_mlflow_is_read_and_stays_as_it_was(tmp_path: Path) -> None:
+    import sqlalchemy
+    from alembic import command
+    from mlflow.store.db.utils import _get_alembic_config
+    from mlflow.store.tracking.dbmodels.initial_models import Base
+
+    store = ForeignStore(tmp_path / "mlflow.db")
+    engine = sqlalchemy.create_engine(store.uri)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+    command.upgrade(_get_alembic_config(store.uri), "cc1f77228345")  # MLflow 2.0
+    with closing(sqlite3.connect(store.file)) as tables, tables:
+        tables.execute("INSERT INTO experiments (experiment_id, name, lifecycle_stage) VALUES (0, 'e', 'active')")
+    for seed in range(3):
+        store.add("base", {"lr": 1, "seed": seed}, {"eval_loss": curve(6, 3.0 + seed / 100)})
+        store.add("new", {"lr": 2, "seed": seed}, {"eval_loss": curve(6, 3.5 + seed / 100)})
+    before = store.file.read_bytes()
+    found = compare(store)
+    assert [group.quality.final.mean for group in found.groups if group.quality.final] == pytest.approx([3.01, 3.51])
+    assert store.file.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [store.file]
 
 
-def test_a_database_with_other_columns_is_left_to_mlflow(store: ForeignStore, tmp_path: Path) -> None:
-    import sqlite3
-    from contextlib import closing
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("newer", "a newer MLflow wrote it than .*: start `mlflow server` there and give its address"),
+        ("text", "file is not a database"),
+        ("locked", "database is locked"),
+    ],
+)
+def test_a_file_that_mlflow_cannot_read_is_one_line_and_stays_as_it_was(
+    store: ForeignStore, kind: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebp_cli.compare.stored.BUSY_SECONDS", 0.1)
+    with closing(sqlite3.connect(store.file, isolation_level=None)) as tables:
+        if kind == "newer":
+            tables.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+        if kind == "locked":
+            tables.execute("BEGIN EXCLUSIVE")
+        if kind == "text":
+            store.file.write_text("not a database at all\n" * 100)
+        before = store.file.read_bytes()
+        with pytest.raises(TrackingError, match=f"^tracking store {store.uri}: {says}") as caught:
+            store_candidates(store.uri)
+        assert "\n" not in str(caught.value)
+        assert store.file.read_bytes() == before
 
-    with closing(sqlite3.connect(store.file)) as database, database:
-        database.execute("ALTER TABLE metrics RENAME COLUMN is_nan TO nan")
-    assert not Database(store.file, lambda run, name: None).is_known()
-    (tmp_path / "text.db").write_text("not a database at all")
-    assert not Database(tmp_path / "text.db", lambda run, name: None).is_known()
+
+@pytest.mark.slow
+def test_a_database_of_another_program_stays_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "other.db"
+    with closing(sqlite3.connect(file)) as tables, tables:
+        tables.execute("CREATE TABLE trials (number)")
+    before = file.read_bytes()
+    assert store_candidates(f"sqlite:///{file}") == []
+    assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("key", ["eval_dataset", "train_split", "corpus.name", "dataPath"])
