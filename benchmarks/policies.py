@@ -26,7 +26,6 @@ WAYS: Ways = {
     "crs 0.25": {"name": "crs", "keep": 0.25, **HEAD},
     "crs 0.25 uniform": {"name": "crs", "keep": 0.25, "by": "uniform", **HEAD},
     "dropbp 0.5": {"name": "dropbp", "keep": 0.5},
-    "dropit 0.2": {"name": "dropit", "keep": 0.2},
     "frozen, BAdam": {
         "name": "frozen",
         "turn": "layers",
@@ -50,7 +49,6 @@ WAYS: Ways = {
     "meprop 0.1 unified": {"name": "meprop", "keep": 0.1, "unified": True, **HEAD},
     "mvue 2:4": {"name": "mvue", **HEAD},
     "pld": {"name": "pld"},
-    "pamm 1/128": {"name": "pamm", "where": ["*q_proj", "*k_proj", "*v_proj"]},
     "random 0.25": {"name": "random", "keep": 0.25, **HEAD},
     "random-ltd": {"name": "random-ltd", "min_tokens": 8, "increase_step": 4},
     "random-child": {"name": "random-child", **NODES},

@@ -18,7 +18,6 @@ WAYS: Ways = {
     "wta-crs 0.1": {"name": "wta-crs", "keep": 0.1},
     "gact 8 bits": {"name": "gact", "bits": 8},
     "gact 4 bits": {"name": "gact", "bits": 4},
-    "dropit 0.2": {"name": "dropit", "keep": 0.2},
     "sketch 0.2": {"name": "sketch", "keep": 0.2},
 }
 

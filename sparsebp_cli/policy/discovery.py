@@ -20,7 +20,7 @@ from sparsebp_cli.policy.hidden_state import find_hidden_state, refuse_hidden_st
 from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.scheduled_option import split_schedules
-from sparsebp_cli.policy.shelf import tell_moved, tell_shelf
+from sparsebp_cli.policy.shelf import REMOVED, tell_moved, tell_shelf
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
@@ -104,6 +104,8 @@ def find_policy(name: str) -> FoundPolicy:
         names, home = sorted(entries.names), tell_moved(name)
         if home:
             raise PolicyError(f"policy {name!r} is not installed: {home}")
+        if name in REMOVED:
+            raise PolicyError(f"policy {name!r} was removed after 0.5: {REMOVED[name]}")
         more = did_you_mean(name, names) or tell_shelf({entry.dist.name for entry in entries if entry.dist is not None})
         raise PolicyError(f"unknown policy {shorten(repr(name))}; installed: {', '.join(names)}{more}")
     policy = _load(name, entries.select(name=name))

@@ -1,4 +1,4 @@
-"""Names of policies and optimizers that were once built in, and moved to the package sparsebp-shelf.
+"""Names of policies and optimizers that were once built in: they moved to the package sparsebp-shelf, or were removed.
 
 A policy that is new in that package needs no line here.
 """
@@ -17,7 +17,6 @@ MOVED = frozenset(
         "crs",
         "dither",
         "dropbp",
-        "dropit",
         "evolved-pruning",
         "evolved-sampling",
         "freezeout",
@@ -32,7 +31,6 @@ MOVED = frozenset(
         "meprop",
         "mezo",
         "mvue",
-        "pamm",
         "pld",
         "random-ltd",
         "rho",
@@ -46,14 +44,22 @@ MOVED = frozenset(
         "wta-crs",
     }
 )
+# Policies that were removed after 0.5, each with the reason or what to use in its place.
+REMOVED = {
+    "backlite": "it was never faster than dense",
+    "dropit": "use gact, wta-crs, velora or compact",
+    "pamm": "use gact, wta-crs, velora or compact",
+    "partial-forward": "its effect was not shown",
+    "sparse-lora": "its effect was not shown",
+}
 OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa", "muon"})
 # Public classes of `sparsebp_cli.policy` in 0.5, and the modules of sparsebp-shelf that have them.
 CLASSES = {
     **dict.fromkeys(("BlockDropper", "BlockGradient", "DropDraw", "ResidualBlock"), "sparsebp_shelf.block"),
     **dict.fromkeys(("ExampleSelector", "KeptExamples", "WeightedExamples"), "sparsebp_shelf.example"),
     **dict.fromkeys(("LayerOutput", "LayerSampler"), "sparsebp_shelf.layer_sampler"),
-    **dict.fromkeys(("InputSaver", "SavedDirection", "SavedElements", "SavedProjection"), "sparsebp_shelf.saver"),
-    **dict.fromkeys(("SavedRepresentatives", "SavedRows", "SavedSketch"), "sparsebp_shelf.saver"),
+    **dict.fromkeys(("InputSaver", "SavedDirection", "SavedProjection"), "sparsebp_shelf.saver"),
+    **dict.fromkeys(("SavedRows", "SavedSketch"), "sparsebp_shelf.saver"),
     "SavedCodes": "sparsebp_shelf.policies.saved_codes",
 }
 

@@ -19,9 +19,7 @@ from sparsebp_shelf.policies.saved_codes import SavedCodes
 from sparsebp_shelf.saver import (
     InputSaver,
     SavedDirection,
-    SavedElements,
     SavedProjection,
-    SavedRepresentatives,
     SavedRows,
     SavedSketch,
 )
@@ -32,11 +30,9 @@ from .conftest import tiny_model, tokens
 
 FORMS: tuple[type[Saved], ...] = (
     SavedRows,
-    SavedElements,
     SavedSketch,
     SavedProjection,
     SavedDirection,
-    SavedRepresentatives,
     SavedCodes,
 )
 
@@ -67,16 +63,12 @@ class Save(Nothing, InputSaver):
                 index_K = draw(num_rows)
                 index_K[-1] = index_K[0]  # a row that is drawn twice counts twice
                 saved = SavedRows.of(x_ND, index_K, torch.rand(len(index_K), generator=generator))
-            case "SavedElements":
-                saved = SavedElements.of(x_ND, draw(x_ND.numel()))
             case "SavedSketch":
                 saved = SavedSketch.of(x_ND, choice.count_kept(0.25, num_rows), generator, "rademacher")
             case "SavedProjection":
                 saved = SavedProjection.of(x_ND, choice.count_kept(0.25, num_features), generator, "gaussian")
             case "SavedDirection":
                 saved = SavedDirection.of(x_ND, SavedDirection.mean_direction(x_ND, 4))
-            case "SavedRepresentatives":
-                saved = SavedRepresentatives.of(x_ND, draw(num_rows), 0.9)
             case "SavedCodes":
                 saved = SavedCodes.of(x_ND, 4, 16, generator)
         return saved

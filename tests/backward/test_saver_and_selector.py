@@ -26,8 +26,8 @@ PAIRS = [
     ({"name": "topk", "keep": 0.25, "along": "rows"}, {"name": "velora", "group": 8}),
     ({"name": "random", "keep": 0.5, "along": "columns"}, {"name": "wta-crs", "keep": 0.5}),
     ({"name": "crs", "keep": 0.25}, {"name": "gact", "bits": 4, "group": 16}),
-    ({"name": "topk", "keep": 0.25, "along": "elements"}, {"name": "dropit", "keep": 0.3}),
-    ({"name": "dither", "scale": 1.0}, {"name": "pamm", "keep": 0.5}),
+    ({"name": "topk", "keep": 0.25, "along": "elements"}, {"name": "compact", "keep": 0.5}),
+    ({"name": "dither", "scale": 1.0}, {"name": "wta-crs", "keep": 0.3, "by": "uniform"}),
 ]
 
 

@@ -63,8 +63,6 @@ WAYS = (
     Way("pld", {"name": "pld", "theta": 0.1, "gamma": 5.0}),
     Way("wta-crs", {"name": "wta-crs", "keep": 0.3}),
     Way("gact", {"name": "gact", "bits": 4}),
-    Way("dropit", {"name": "dropit", "keep": 0.3}),
-    Way("pamm", {"name": "pamm", "keep": 0.5}),
     Way("sketch", {"name": "sketch", "keep": 0.5}),
     Way("compact", {"name": "compact", "keep": 0.5}),
     Way("velora", {"name": "velora", "group": 4}),

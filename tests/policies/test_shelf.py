@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,7 @@ from sparsebp_cli.plan.identity import find_code
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import find_policies, make_policy
 from sparsebp_cli.policy.known_kind import find_kinds
-from sparsebp_cli.policy.shelf import MOVED, OPTIMIZERS, SHELF
+from sparsebp_cli.policy.shelf import MOVED, OPTIMIZERS, REMOVED, SHELF
 from sparsebp_cli.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,24 @@ def test_a_recipe_with_an_unknown_policy_says_where_more_policies_are(without: N
     )
     with pytest.raises(PolicyError, match=r"did you mean topk\?$"):
         make_policy("topq")
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_recipe_with_a_removed_policy_says_so_in_one_line(name: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    sources = "model: {name: austen-llama}\ndataset: {name: austen}"
+    recipe.write_text(f"version: 1\nname: old\n{sources}\npolicy: [{{name: {name}, keep: 0.5}}]\n")
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(recipe)
+    text = str(raised.value)
+    assert text.endswith(f"policy.0.name: policy {name!r} was removed after 0.5: {REMOVED[name]}")
+    assert "\n" not in text
+
+
+def test_what_is_named_in_place_of_a_removed_policy_is_installed() -> None:
+    named = {word for told in REMOVED.values() if told.startswith("use ") for word in re.findall(r"[a-z][a-z-]+", told)}
+    assert named - {"use", "or"} <= find_policies().keys()
+    assert not REMOVED.keys() & find_policies().keys()
 
 
 def test_the_optimizers_that_left_are_on_the_shelf() -> None:

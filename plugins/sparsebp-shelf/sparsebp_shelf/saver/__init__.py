@@ -2,9 +2,7 @@
 
 from sparsebp_shelf.saver.form import (
     SavedDirection,
-    SavedElements,
     SavedProjection,
-    SavedRepresentatives,
     SavedRows,
     SavedSketch,
 )
@@ -14,9 +12,7 @@ __all__ = [
     "INPUT_SAVER",
     "InputSaver",
     "SavedDirection",
-    "SavedElements",
     "SavedProjection",
-    "SavedRepresentatives",
     "SavedRows",
     "SavedSketch",
 ]

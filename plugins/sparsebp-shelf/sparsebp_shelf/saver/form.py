@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sparsebp_cli.policy import WeightProduct
 
 INDEX_BYTES = 8  # bytes of a row number
-_SMALL_INDEX_BYTES, _SMALL_INDEX = 4, 2**31  # bytes of an entry number, below so many entries
 
 
 def _keep(budget: float, number: int) -> float:
@@ -78,52 +77,6 @@ class SavedRows(Saved):
 
     def restore(self) -> Tensor:
         return self.row_KD.new_zeros(self.shape).index_add_(0, self.index_K, self.row_KD)
-
-
-@final
-@dataclass(frozen=True)
-class SavedElements(Saved):
-    """Single entries; all others are zero.
-
-    Args:
-        value_K: The kept entries, of the input's dtype.
-        index_K: Their numbers, counted row by row (row * D + feature), each at most once, on the input's device: int32
-            if they fit, else int64.
-    """
-
-    value_K: Tensor
-    index_K: Tensor
-
-    @classmethod
-    def of(cls, x_ND: Tensor, index_K: Tensor) -> Self:
-        """Keep some entries of an input.
-
-        Args:
-            x_ND: Input of a linear, all leading dimensions flattened to N rows.
-            index_K: int64 numbers of the entries, each at most once.
-
-        Returns:
-            The entries.
-        """
-        import torch
-
-        value_K = x_ND.reshape(-1).index_select(0, index_K)
-        dtype = torch.int32 if x_ND.numel() < _SMALL_INDEX else torch.int64
-        return cls((x_ND.shape[0], x_ND.shape[1]), value_K, index_K.to(dtype))
-
-    @staticmethod
-    def count_bytes(num_kept: int, num_entries: int, itemsize: int) -> int:
-        """Return the bytes of ``num_kept`` entries out of ``num_entries``."""
-        return num_kept * (itemsize + (_SMALL_INDEX_BYTES if num_entries < _SMALL_INDEX else INDEX_BYTES))
-
-    @property
-    @override
-    def units(self) -> tuple[int, int]:
-        return self.value_K.numel(), self.shape[0] * self.shape[1]
-
-    def restore(self) -> Tensor:
-        flat = self.value_K.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_copy_(0, self.index_K.long(), self.value_K).view(self.shape)
 
 
 @final
@@ -194,84 +147,6 @@ def _split_features(x_ND: Tensor, size: int) -> Tensor:
     from torch.nn.functional import pad
 
     return pad(x_ND, (0, -x_ND.shape[1] % size)).reshape(x_ND.shape[0], -1, size)
-
-
-@final
-@dataclass(frozen=True)
-class SavedRepresentatives(Saved):
-    """A few representative rows; every row of the input becomes a multiple of one of them.
-
-    Args:
-        row_KD: The representative rows.
-        index_N: int32, the representative of each row, in [0, K).
-        factor_N: Factor of that representative, of the input's dtype; 0 leaves a row out.
-    """
-
-    row_KD: Tensor
-    index_N: Tensor
-    factor_N: Tensor
-
-    @classmethod
-    def of(cls, x_ND: Tensor, index_K: Tensor, epsilon: float | None = None) -> Self:
-        """Project each row on the representative that is nearest in direction, or in opposite direction.
-
-        Args:
-            x_ND: Input of a linear, all leading dimensions flattened to N rows.
-            index_K: int64 numbers of the representative rows, each at most once.
-            epsilon: Leaves out rows whose distance to their projection exceeds this fraction of their length, and
-                multiplies the others by N over their number; None leaves out none.
-
-        Returns:
-            The projections.
-        """
-        import torch
-
-        dtype = torch.promote_types(x_ND.dtype, torch.float32)
-        x = x_ND.to(dtype)
-        row_KD = x.index_select(0, index_K)
-        length_K = torch.linalg.vector_norm(row_KD, dim=1)
-        one = length_K.new_ones(())
-        direction_KD = row_KD / torch.where(length_K == 0.0, one, length_K)[:, None]
-        along_NK = x @ direction_KD.t()
-        index_N = along_NK.abs().argmax(1)
-        along_N = along_NK.gather(1, index_N[:, None])[:, 0]  # signed length of the projection
-        factor_N = along_N / torch.where(length_K == 0.0, one, length_K).index_select(0, index_N)
-        if epsilon is not None:
-            # By Pythagoras, the squared distance is the squared length minus the squared projection.
-            size_N = torch.linalg.vector_norm(x, dim=1)
-            # 1e-6 allows for rounding: a representative has the distance 0 to itself.
-            is_near_N = size_N.square() - along_N.square() <= (epsilon * size_N).square() + 1e-6 * size_N.square()
-            factor_N = factor_N * is_near_N * (len(x) / is_near_N.sum().clamp(min=1).to(dtype))
-        shape = (x_ND.shape[0], x_ND.shape[1])
-        return cls(shape, x_ND.index_select(0, index_K), index_N.to(torch.int32), factor_N.to(x_ND.dtype))
-
-    @staticmethod
-    def count_bytes(num_kept: int, num_rows: int, num_features: int, itemsize: int) -> int:
-        """Return the bytes of ``num_kept`` rows that represent ``num_rows``."""
-        return num_kept * num_features * itemsize + num_rows * (_SMALL_INDEX_BYTES + itemsize)
-
-    @classmethod
-    @override
-    def share(cls, budget: float, num_rows: int, num_features: int) -> float:
-        return _keep(budget, num_rows)
-
-    @property
-    @override
-    def units(self) -> tuple[int, int]:
-        return self.row_KD.shape[0], self.shape[0]
-
-    @override
-    def multiply(self, form: WeightProduct, grad_NO: Tensor) -> Tensor:
-        # Sum the gradients of the rows of one representative before multiplying, in float32 or wider.
-        import torch
-
-        dtype = torch.promote_types(grad_NO.dtype, torch.float32)
-        weighted_NO = grad_NO.to(dtype) * self.factor_N.to(dtype)[:, None]
-        sum_KO = weighted_NO.new_zeros(len(self.row_KD), grad_NO.shape[1]).index_add_(0, self.index_N, weighted_NO)
-        return form.wgrad(sum_KO.to(grad_NO.dtype), self.row_KD)
-
-    def restore(self) -> Tensor:
-        return self.row_KD.index_select(0, self.index_N) * self.factor_N[:, None]
 
 
 @final
