@@ -65,7 +65,6 @@ WAYS: Ways = {
     "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
 }
 LEFT_OUT = {
-    "greats": "it needs validation examples; a step is that of uniform, after a pass that costs more than it saves",
     "infobatch": "it chooses the examples of an epoch; its steps are dense ones",
     "evolved-pruning": "it chooses the examples of an epoch; its steps are dense ones",
     "mezo": "it has no backward",

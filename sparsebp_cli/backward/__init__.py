@@ -33,8 +33,6 @@ from sparsebp_cli.backward.kind.token.layer_positions import LayerPositions
 from sparsebp_cli.backward.kind.transfer import upload
 from sparsebp_cli.backward.linear.function import autocast, weight_of
 from sparsebp_cli.backward.linear.input_saver import SavedInput, SavesInputs
-from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.observe.example_rows import find_rows, find_time_first
 from sparsebp_cli.backward.observe.flops import DensePass, FlopCount, PassEstimate, count_flops
 from sparsebp_cli.backward.observe.internals import find_attentions, misses_gradients, version_of
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace, is_in_backward
@@ -101,10 +99,7 @@ __all__ = [
     "find_attentions",
     "find_cache",
     "find_layouts",
-    "find_linears",
     "find_reentrant",
-    "find_rows",
-    "find_time_first",
     "gradient_norm",
     "has_fused_head",
     "is_filled",

@@ -57,7 +57,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     num_steps: int | None = None,
     num_examples: int | None = None,
     reference: nn.Module | Literal["batch"] | None = None,
-    validation: Mapping[str, torch.Tensor] | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> Engine:
     """Attach policies to a model, for any PyTorch loop that calls ``engine.backward(loss)``.
@@ -78,8 +77,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         reference: A model with whose loss of each token a policy compares. ``batch``: each batch contains that loss as
             ``reference_loss``, (B, T), at the position that predicts the token. With ``lossless``, the reference model
             of your own loss, which runs the same batches without gradient; the engine skips the same rows in it.
-        validation: Examples that are never trained on: one batch of the model's arguments with ``labels``. A policy
-            draws from it and compares gradients of the batch with gradients of these examples.
         **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which are
             the section ``backward`` of a recipe: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
             ``checkpointing``, ``segments``.
@@ -99,7 +96,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     chosen = {**dict(options), "max_grad_norm": max_grad_norm, "optimizer": optimizer}
     inner = refuse_model(model, policies, chosen)
     selectors = [policy for policy in policies if isinstance(policy, GradientSelector)]
-    check_scoring(policies, num_steps, num_examples, reference, validation)
+    check_scoring(policies, num_steps, num_examples, reference)
     wrapped, model = model, inner
     layers = LayerNumbers(model)
     decisions = SiteDecisions(selectors, len(layers.layers))
@@ -111,7 +108,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         linears=adapter.sites if isinstance(adapter, LinearAdapter) else (),
         num_examples=num_examples,
         reference=reference,
-        validation=validation,
         exclude=options.exclude,
         packs=_packs(policies),
     )
@@ -291,16 +287,14 @@ def check_scoring(
     num_steps: int | None,
     num_examples: int | None,
     reference: nn.Module | str | None,
-    validation: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Refuse a policy that lacks an argument of ``attach``, and a reference or validation batch that no policy reads.
+    """Refuse a policy that lacks an argument of ``attach``, and a reference that no policy reads.
 
     Args:
         policies: All policies to attach.
         num_steps: Optimizer steps of the whole training; None if unknown.
         num_examples: Rows of the training data; None if unknown.
         reference: A model; ``batch``: each batch contains its losses.
-        validation: One batch of examples with their labels, if any.
 
     Raises:
         UsageError: An argument that a policy needs is missing, or no policy reads an argument.
@@ -326,42 +320,3 @@ def check_scoring(
     runs = any(find_facts(policy).get("runs_reference") for policy in policies)
     if reference is not None and not readers and not (runs and not isinstance(reference, str)):
         raise UsageError("reference is given, but no policy uses it")
-    _check_validation(policies, validation)
-
-
-def validates(policy: Policy) -> bool:
-    """Return whether a policy compares gradients with the gradients of validation examples.
-
-    Args:
-        policy: A policy with its options.
-
-    Returns:
-        Whether it compares them.
-    """
-    return _count_validation(policy) > 0
-
-
-def _count_validation(policy: Policy) -> int:
-    number = find_facts(policy).get("num_validation", 0)
-    return number if isinstance(number, int) else 0
-
-
-def _check_validation(policies: Sequence[Policy], validation: Mapping[str, torch.Tensor] | None) -> None:
-    readers = [policy for policy in policies if validates(policy)]
-    if validation is None:
-        if readers:
-            raise UsageError(
-                f"{type(readers[0]).__name__} compares gradients with gradients of validation examples: pass "
-                "attach(validation=...), a batch with labels that you do not train on"
-            )
-        return
-    if not readers:
-        raise UsageError("validation is given, but no policy uses it")
-    if "labels" not in validation:
-        raise UsageError(f"validation must have labels, got {', '.join(sorted(validation)) or 'nothing'}")
-    number, most = len(validation["labels"]), max(_count_validation(policy) for policy in readers)
-    if number < most:
-        raise UsageError(
-            f"validation must have at least {most} examples, because {type(readers[0]).__name__} draws that many, "
-            f"got {number}"
-        )

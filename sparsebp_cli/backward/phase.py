@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sparsebp_cli.backward.attachment import attach, validates
+from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
 from sparsebp_cli.backward.core.report import Report
@@ -186,7 +186,6 @@ def attach_phases(  # noqa: PLR0913 - those of attach
     max_grad_norm: float | None = None,
     seed: int = 0,
     reference: nn.Module | Literal["batch"] | None = None,
-    validation: Mapping[str, Tensor] | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> PhasedEngine:
     """Attach policies that change from phase to phase of the training, like ``schedule`` in a recipe.
@@ -203,7 +202,6 @@ def attach_phases(  # noqa: PLR0913 - those of attach
         max_grad_norm: As for :func:`attach`.
         seed: As for :func:`attach`.
         reference: As for :func:`attach`; the same for all phases that compare with it.
-        validation: As for :func:`attach`; the same for all phases that compare gradients with it.
         **choices: As for :func:`attach`, the same in all phases.
 
     Returns:
@@ -227,7 +225,6 @@ def attach_phases(  # noqa: PLR0913 - those of attach
             num_steps=num_steps,
             num_examples=num_examples,
             reference=reference if needs_reference(policies, made, reference) else None,
-            validation=validation if _is_wanted(policies, made, validates) else None,
             **choices,
         )
         return engine, engine.detach

@@ -86,7 +86,9 @@ def _tell_version(file: Path) -> str:
 def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
-    content["backward"]["time_forms"] = False  # a key of 0.5: its default keeps the ids of old groups
+    # Keys of 0.5: their defaults keep the ids of old groups.
+    content["backward"]["time_forms"] = False
+    content["dataset"]["policy_validation_examples"] = None
     later_keys = {
         "dataset": LATER_DATASET_KEYS,
         "model": LATER_MODEL_KEYS,

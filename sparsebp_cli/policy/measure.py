@@ -128,10 +128,6 @@ class Examples:
         reference_loss_B: The same as ``loss_B`` with the reference model. None unless the policy is a
             :class:`~sparsebp_cli.policy.ReferenceReader` and needs losses.
         row_B: The row of each example in the training data, int64. None unless the policy reads it.
-        product_B: The inner product of the gradient of each example's mean loss with the mean of the validation
-            examples' gradients, over the weights of trained linears. None unless ``num_validation`` is above 0.
-        product_BB: The inner products among the examples' gradients, (B, B), symmetric.
-        learning_rate: The learning rate of the optimizer's first group; None without products.
         weight_B: The magnitude of the factor with which a trainer's own loss multiplies each example, such as an
             advantage, at least 0. None unless the policy reads it. None if the trainer passed no factors, or if its
             loss has further terms.
@@ -142,9 +138,6 @@ class Examples:
     gradient_norm_B: Tensor | None = None
     reference_loss_B: Tensor | None = None
     row_B: Tensor | None = None
-    product_B: Tensor | None = None
-    product_BB: Tensor | None = None
-    learning_rate: float | None = None
     weight_B: Tensor | None = None
 
     @property

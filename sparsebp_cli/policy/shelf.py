@@ -23,7 +23,6 @@ MOVED = frozenset(
         "gact",
         "grades",
         "grass",
-        "greats",
         "importance",
         "infobatch",
         "layerdrop",
@@ -48,6 +47,7 @@ MOVED = frozenset(
 REMOVED = {
     "backlite": "it was never faster than dense",
     "dropit": "use gact, wta-crs, velora or compact",
+    "greats": "use rho",
     "pamm": "use gact, wta-crs, velora or compact",
     "partial-forward": "its effect was not shown",
     "sparse-lora": "its effect was not shown",

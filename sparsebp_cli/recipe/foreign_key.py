@@ -130,6 +130,7 @@ ANSWERS = {
     "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or fp4,",
     "quantization_config": "model.quantization: {type: nf4}",
     # keys of our earlier versions
+    "policy_validation_examples": None,
     "time_forms": "`backward: {exclude: [GLOB]}` keeps linears dense whose products are slower",
     "quantization_bit": "model.quantization: {type: nf4}, or int8,",
 }

@@ -217,19 +217,27 @@ def _wrap_text(node: Node, key: str) -> Node:
 def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     """Return a stored recipe with its keys renamed to this version's.
 
-    Up to 0.2, ``backward.execution`` was ``engine``. Up to 0.5, ``backward`` had ``time_forms``, false by default.
+    Up to 0.2, ``backward.execution`` was ``engine``. Up to 0.5, ``backward`` had ``time_forms``, false by default, and
+    ``dataset`` had ``policy_validation_examples``, null by default.
     """
-    backward = recipe.get("backward")
-    if not isinstance(backward, dict) or not backward.keys() & {"engine", "time_forms"}:
-        return dict(recipe)
-    known = {key: value for key, value in backward.items() if key != "time_forms"}
-    return {**recipe, "backward": {"execution" if key == "engine" else key: value for key, value in known.items()}}
+    renamed = dict(recipe)
+    backward, dataset = recipe.get("backward"), recipe.get("dataset")
+    if isinstance(backward, dict) and backward.keys() & {"engine", "time_forms"}:
+        known = {key: value for key, value in backward.items() if key != "time_forms"}
+        renamed["backward"] = {"execution" if key == "engine" else key: value for key, value in known.items()}
+    if isinstance(dataset, dict) and "policy_validation_examples" in dataset:
+        renamed["dataset"] = {key: value for key, value in dataset.items() if key != "policy_validation_examples"}
+        if (number := dataset["policy_validation_examples"]) is not None:
+            # No data have this split: such a run can be shown and compared, but does not go on with other examples.
+            text = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
+            renamed["dataset"]["split"] = text
+    return renamed
 
 
 def rename_in_plan(content: bytes) -> bytes:
     """Rename the keys in the JSON of a plan. Return other content unchanged, for the next reader to refuse."""
     # Return early in the usual case: parsing twice would double the time to list many runs.
-    if b'"engine"' not in content and b'"time_forms"' not in content:
+    if not any(key in content for key in (b'"engine"', b'"time_forms"', b'"policy_validation_examples"')):
         return content
     try:
         plan = json.loads(content)

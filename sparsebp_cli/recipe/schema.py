@@ -366,11 +366,6 @@ class DatasetSection(Section):
         description="Number of training examples that are used, from the start; for packed text, number of blocks. "
         "Validation and test data stay the same. null: all.",
     )
-    policy_validation_examples: PositiveInt | None = Field(
-        None,
-        description="Number of training examples to set aside for policies that compare with validation examples. "
-        "They are drawn by training.seed. Neither training nor evaluations use them. null: none.",
-    )
 
     @field_validator("columns")
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli import durable
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
 from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.errors import DataError, UnsupportedError
@@ -41,7 +39,7 @@ from sparsebp_cli.source.adapter import INSIDE
 from sparsebp_cli.source.attention import refuse_device, refuse_missing_package
 from sparsebp_cli.worker.adapter import is_adapted, merge_beside
 from sparsebp_cli.worker.asked import find_questions
-from sparsebp_cli.worker.batch import BatchOrder, collate
+from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.compiled import compile_model
 from sparsebp_cli.worker.data import Data, EncodedExample, build_data
@@ -92,7 +90,7 @@ def build_training(
         checkpoint_activations(model)
     model.to(accelerator.device)
     optimizer = build_optimizer(recipe.training, model)
-    sequence = PhaseSequence(phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer))
+    sequence = PhaseSequence(phases, recipe, model, optimizer, reference)
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # the policy may have frozen parameters for the first step; report and shard all of them
@@ -179,13 +177,6 @@ def _make_prompts(recipe: Recipe, data: Data, tokenizer: PreTrainedTokenizerBase
     validation = make_prompts(data.held_out_rows, data.held_out[: generate.examples], recipe.dataset, tokenizer)
     tests = data.test if recipe.measure.test else []
     return HeldOutPrompts(validation, make_prompts(data.test_rows, tests, recipe.dataset, tokenizer), asked)
-
-
-def _collate_set_aside(data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor] | None:
-    if not data.set_aside:
-        return None
-    assert isinstance(tokenizer.pad_token_id, int)
-    return collate(list(data.set_aside.values()), tokenizer.pad_token_id)
 
 
 def _build_order(
@@ -337,11 +328,7 @@ def _load_data(
             journal.write("note", level="info", text=text)
 
         reference = build_reference(policies, recipe, data, tokenizer, accelerator, tell)
-    number = recipe.dataset.policy_validation_examples
-    if number is not None and not any(map(validates, policies)):  # a control trains on the same examples
-        text = f"{number} training examples are set aside, but no policy of this run reads them"
-        tell(f"dataset.policy_validation_examples: {text}")
-    return tokenizer, replace(reference, data=reference.data.with_set_aside(number, recipe.training.seed))
+    return tokenizer, reference
 
 
 def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy]) -> Accelerator:
@@ -402,7 +389,6 @@ def _facts(plan: Plan, model: nn.Module, reference: Reference, accelerator: Acce
         "train_examples": len(data.train),
         "eval_examples": len(data.held_out),
         **({"metrics": to_facts(declared)} if (declared := declare_generated(recipe)) else {}),
-        **({"policy_validation_examples": len(data.set_aside)} if data.set_aside else {}),
         **({"test_examples": len(data.test)} if data.test else {}),
         "label_names": data.label_names,
         "census": data.census,

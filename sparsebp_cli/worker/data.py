@@ -34,36 +34,16 @@ class Data:
     label_names: list[str]  # classes by number; empty unless this is a classification
     # read once, after the last step; empty if the recipe has no test split
     test: list[EncodedExample] = field(default_factory=list)
-    # training examples that only policies read, by their index among all training examples
-    set_aside: dict[int, EncodedExample] = field(default_factory=dict)
     gaps: Gaps | None = None  # for a masked language model: masks drawn at every visit of a training example
     held_out_rows: Rows = ()  # rows that examples' ``document`` numbers; empty if the tail of packed text is held out
     test_rows: Rows = ()
     census: Census = field(default_factory=dict)  # data statistics; see run/census.py
 
-    def with_set_aside(self, number: int | None, seed: int) -> Data:
-        """Return the data with ``number`` training examples set aside, drawn by the seed; with None, the same data.
-        Raise DataError if nothing is left to train on."""
-        if number is None:
-            return self
-        if number >= len(self.train):
-            many = f"the {len(self.train)} training examples"
-            raise DataError(f"dataset.policy_validation_examples: must be below {many}, got {number}")
-        # Draw by a hash, so that the draw does not depend on a library's version.
-        drawn = sorted(range(len(self.train)), key=lambda place: hashlib.sha256(f"{seed} {place}".encode()).digest())
-        aside = {place: self.train[place] for place in sorted(drawn[:number])}
-        return replace(self, train=[e for place, e in enumerate(self.train) if place not in aside], set_aside=aside)
-
     def digest(self, without: Collection[str] = ()) -> str:
         """Return 16 hexadecimal digits that depend on every token, label and column of all splits, except the columns
-        ``without``. They do not depend on which examples are set aside."""
-        sha, left = hashlib.sha256(), iter(self.train)
-        places = range(len(self.train) + len(self.set_aside))
-        for split in (
-            [self.set_aside.get(place) or next(left) for place in places],
-            self.held_out,
-            *([self.test] if self.test else []),
-        ):
+        ``without``."""
+        sha = hashlib.sha256()
+        for split in (self.train, self.held_out, *([self.test] if self.test else [])):
             # Include lengths and separators, so that moving a token between examples changes the digest.
             sha.update(len(split).to_bytes(8, "little"))
             for example in split:

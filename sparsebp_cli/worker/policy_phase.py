@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparsebp_cli.backward import Engine, attach
-from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.backward.core.engine import OF_POLICIES
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.policy import Policy, ReferenceReader, make_policy
@@ -39,7 +38,6 @@ class PhaseSequence:
     model: nn.Module  # without wrappers
     optimizer: torch.optim.Optimizer
     reference: Reference
-    validation: Mapping[str, Tensor] | None = None  # a batch of the examples that are set aside
 
     def at(self, step: int) -> PolicyPhase[Policy]:
         """Return the phase of an optimizer step, counted from 0. For later steps, return the last step's phase."""
@@ -59,7 +57,6 @@ class PhaseSequence:
             num_steps=recipe.training.max_steps,
             num_examples=len(self.reference.data.train),
             reference=self.reference.attached if any(map(compares, phase.policies)) else None,
-            validation=self.validation if any(map(validates, phase.policies)) else None,
             **recipe.backward.choices(**({"checkpointing": "none"} if is_full else {})),
         )
 

@@ -42,7 +42,6 @@ from .way import Way
 Weights = dict[str, Tensor]
 NUM_STEPS, SEED, MAX_NORM = 4, 3, 0.05
 NUM_EXAMPLES = 5  # of the data, for policies that know an example by its row
-VALIDATION = torch.cat([batch(90), batch(91)])  # tokens of examples that are never trained on
 
 
 def build(composition: str) -> nn.Module:
@@ -64,12 +63,6 @@ def policies_of(ways: Sequence[Way]) -> list[Policy]:
     ]
 
 
-def validation_for(policies: Sequence[Policy]) -> dict[str, Any]:
-    """Return the argument of ``attach`` for policies that compare with validation examples; nothing for others."""
-    reads = any(isinstance(policy, ExampleSelector) and policy.num_validation for policy in policies)
-    return {"validation": {"input_ids": VALIDATION, "labels": VALIDATION}} if reads else {}
-
-
 def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = False) -> Weights:
     """Train for two steps with an engine.
 
@@ -87,7 +80,6 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
         options = {"execution": "reference"} | {k: v for k, v in options.items() if k == "reference"}
     elif "update" in options and composition == "clipping":
         options |= {"max_grad_norm": MAX_NORM, "eager_clip": "exact"}
-    options |= validation_for(policies)
     is_eager, optimizer = "update" in options, _optimizer(model)
     lengths = {"num_steps": NUM_STEPS, "num_examples": NUM_EXAMPLES}
 
@@ -149,7 +141,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                     for name, parameter in trained.items():
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
-                    examples = _examples(model, policy, all_ids, step, optimizer)
+                    examples = _examples(model, policy, all_ids, step)
                     ids, weights = _choose(policy, examples, all_ids, step, read)
                 elif isinstance(policy, BlockDropper):
                     blocks, _ = find_blocks(model, "the reference")
@@ -321,9 +313,7 @@ def columns_for(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
     return columns
 
 
-def _examples(
-    model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step, optimizer: torch.optim.Optimizer
-) -> Examples:
+def _examples(model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step) -> Examples:
     """Return the batch with what the policy reads, by the plain model."""
     model.eval()  # and so without checkpointing
     with torch.no_grad():
@@ -333,26 +323,8 @@ def _examples(
     norm_B = share_BTV.flatten(1).norm(dim=1) if policy.reads_gradient_norm else None
     columns = columns_for([policy], step.index)
     reference_B = columns["reference_loss"][:, :-1].mean(1) if "reference_loss" in columns else None
-    examples = Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, columns.get("example_row"))
-    if policy.num_validation:
-        drawn_V = torch.randperm(len(VALIDATION), generator=step.generator(Site("validation examples", 0, ())))
-        gradient_BP = _gradients(model, ids_BT)
-        mean_P = _gradients(model, VALIDATION[drawn_V[: policy.num_validation]]).mean(0)
-        products = {"product_B": gradient_BP @ mean_P, "product_BB": gradient_BP @ gradient_BP.T}
-        examples = replace(examples, **products, learning_rate=optimizer.param_groups[0]["lr"])
     model.train()
-    return examples
-
-
-def _gradients(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """Return the gradient of each example's loss by the weights of linears that are trained, one row each."""
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
-    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
-    hook = embedding.register_forward_hook(lambda _, __, output: output.detach())  # a tied weight counts as the head's
-    losses = [_token_losses(model(input_ids=ids[None]).logits.float(), ids[None]).mean() for ids in ids_BT]
-    hook.remove()
-    found = [torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True) for loss in losses]
-    return torch.stack([torch.cat([part.flatten() for part in each]) for each in found])
+    return Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, columns.get("example_row"))
 
 
 def _choose(

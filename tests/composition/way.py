@@ -47,7 +47,6 @@ WAYS = (
     Way("importance", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
     Way("rollouts", {"name": "rollouts", "keep": 0.5}),
     Way("evolved-sampling", {"name": "evolved-sampling", "keep": 0.5, "weighted": True}),
-    Way("greats", {"name": "greats", "keep": 0.5, "validation_batch_size": 2}),
     Way("rho", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
     Way("uniform", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
@@ -115,8 +114,6 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
         return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
     if composition == "DDP" and way.label == "velora":
         return "VeLoRA keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
-    if way.label == "greats" and composition.endswith("checkpointing"):
-        return "Greats does not support activation checkpointing (at 'model'): switch checkpointing off"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("PartSelector", "QLoRA"): _QUANTIZED.format(name=_class_of(way)),
@@ -177,19 +174,9 @@ def find_pair_refusal(first: Way, second: Way) -> str:
     """
     if {first.label, second.label} & _WEIGHING and (refusal := _find_weighing_refusal(first, second)):
         return refusal
-    if "greats" in (first.label, second.label) and (refusal := _find_comparing_refusal(first, second)):
-        return refusal
     if "PartSelector" in (first.question, second.question):
         return _find_part_refusal(*sorted((first, second), key=lambda way: way.question == "PartSelector"), second)
     return _find_other_refusal(first, second)
-
-
-def _find_comparing_refusal(first: Way, second: Way) -> str:
-    if second.question == "PartSelector":
-        return f"{_class_of(first)} and {_class_of(second)} in one training is not supported: give one of them"
-    if second.question == "segments":
-        return f"{_class_of(first)} with segments=2 is not supported: it differentiates a forward of its own"
-    return ""
 
 
 def _find_other_refusal(first: Way, second: Way) -> str:

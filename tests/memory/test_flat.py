@@ -8,9 +8,8 @@ import pytest
 
 from tests.plugin import find_ours
 
-from .flat import ROUND, batch, count_while_training
+from .flat import ROUND, count_while_training
 
-VALIDATION = {name: batch(0)[name] for name in ("input_ids", "labels")}
 SITES = ["*q_proj", "*up_proj"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "autofreeze": ({"every": 3}, {}),
@@ -25,7 +24,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gact": ({"bits": 4}, {}),
     "grades": ({"threshold": 1e9, "grace": 0.0}, {}),
     "grass": ({"every": 2, "at_once": 1}, {}),
-    "greats": ({"keep": 0.5, "validation_batch_size": 2}, {"validation": VALIDATION}),
     "importance": ({"keep": 0.5, "threshold": 0.0}, {}),
     "layerdrop": ({}, {}),
     "lcsb": ({"keep": 0.5}, {}),
@@ -58,9 +56,7 @@ def test_every_policy_of_the_package_that_attaches_is_tried() -> None:
 
 @pytest.mark.promise("R34")
 # One of each way to keep something between steps; the others are of the same kinds.
-@pytest.mark.always(
-    "lossless", "topk", "greats", "importance", "grass", "max-child", "compact", "crs", "subnet", "tokens"
-)
+@pytest.mark.always("lossless", "topk", "rho", "importance", "grass", "max-child", "compact", "crs", "subnet", "tokens")
 @pytest.mark.parametrize("name", CASES)
 def test_no_policy_gathers_anything_over_steps_of_changing_shapes(name: str) -> None:
     options, attached = CASES[name]

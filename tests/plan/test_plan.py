@@ -146,6 +146,18 @@ def test_a_plan_with_a_removed_value_is_read_as_it_is_and_no_recipe_may_have_it(
         load_stored(content["recipe"], "plan.json")
 
 
+@pytest.mark.parametrize("number", [None, 8])
+def test_a_plan_that_set_examples_aside_is_read_and_is_another_group(tmp_path, number: int | None) -> None:
+    plan = Plan(recipe=recipe())
+    content = json.loads(plan.model_dump_json())
+    content["recipe"]["dataset"]["policy_validation_examples"] = number
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    read = Plan.load(tmp_path / "plan.json")
+    assert (read == plan, read.group == plan.group) == (number is None, number is None)
+    changes = Seal(content["recipe"], {}).changes(Seal(json.loads(plan.model_dump_json())["recipe"], {}))
+    assert [change.field for change in changes] == ([] if number is None else ["dataset.split"])
+
+
 GONE = {"cache": None, "cache_dtype": "exact", "cache_padding": "keep", "cache_bytes": 2**30}
 
 

@@ -284,25 +284,3 @@ def test_fewer_training_examples_leave_what_is_held_out_as_it_is(tmp_path, token
     assert [len(data.train) for data in (whole, cut)] == [36, 10]
     assert [example.input_ids.tolist() for example in cut.train] == [e.input_ids.tolist() for e in whole.train[:10]]
     assert [e.input_ids.tolist() for e in cut.held_out] == [e.input_ids.tolist() for e in whole.held_out]
-
-
-@pytest.mark.parametrize("form", ["text", "completion"])
-def test_what_is_set_aside_for_policies_is_neither_trained_nor_held_out(tmp_path, tokenizer, form) -> None:
-    section = DatasetSection(
-        name=split_file(tmp_path, PAIRS), format=form, max_seq_length=8 if form == "text" else 32, test_fraction=0.5
-    )
-    data = build_data(section, tokenizer)
-    for seed in (0, 1):
-        some, again = (data.with_set_aside(5, seed) for _ in range(2))
-        assert (ids(some.held_out), ids(some.test)) == (ids(data.held_out), ids(data.test))
-        assert sorted(ids(some.train) + ids(list(some.set_aside.values()))) == sorted(ids(data.train))
-        assert all(data.train[place] is example for place, example in some.set_aside.items())
-        assert len(some.set_aside) == 5
-        assert some.set_aside.keys() == again.set_aside.keys()
-        assert some.digest() == data.digest()
-    assert data.with_set_aside(5, 0).set_aside.keys() != data.with_set_aside(5, 1).set_aside.keys()
-    assert data.with_set_aside(None, 0) is data
-    with pytest.raises(
-        DataError, match=f"must be below the {len(data.train)} training examples, got {len(data.train)}"
-    ):
-        data.with_set_aside(len(data.train), 0)

@@ -53,7 +53,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "gact": [{"bits": 4}],
     "grades": [{"threshold": 0.9, "relative": True, "grace": 0.3}],
     "grass": [{"every": 5, "optimizer_state": "drop"}],
-    "greats": [{"keep": 0.5, "validation_batch_size": 2}],
     "importance": [{}, {"threshold": 0.0}, {"every": 7}],
     "infobatch": [{"keep": 0.5}],
     "layerdrop": [{}],
@@ -87,7 +86,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 }
 NEEDS: dict[str, dict[str, dict[str, object]]] = {
     "mezo": {"training": {"optim": "sgd"}},
-    "greats": {"dataset": {"policy_validation_examples": 8}},
     "max-child": {"backward": {"sites": "nodes", "exclude": []}},
     "random-child": {"backward": {"sites": "nodes", "exclude": []}},
 }

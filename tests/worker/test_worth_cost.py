@@ -78,7 +78,6 @@ NOT_HERE = frozenset(
         "evolved-pruning",
         "evolved-sampling",
         "frozen",
-        "greats",
         "infobatch",
         "max-child",
         "random-child",

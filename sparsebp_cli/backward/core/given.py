@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,7 +11,7 @@ from sparsebp_cli.policy import Site, Step
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from sparsebp_cli.backward.core.extension import EngineExtension
 
@@ -28,7 +28,6 @@ class Given:
         linears: The sites of an engine at linears, with an empty ``batch_shape``.
         num_examples: Rows of the training data; None if unknown.
         reference: The model with which a policy compares; a string: each batch contains the reference's losses.
-        validation: Examples that are never trained on, as one batch of the model's arguments, if any.
         exclude: Globs over names of modules that policies ignore.
         packs: Whether a policy packs batches. It then also executes the choices of other policies.
     """
@@ -40,7 +39,6 @@ class Given:
     linears: Sequence[Site] = ()
     num_examples: int | None = None
     reference: nn.Module | str | None = None
-    validation: Mapping[str, Tensor] | None = None
     exclude: Sequence[str] = ()
     packs: bool = False
 

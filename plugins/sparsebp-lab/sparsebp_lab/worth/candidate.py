@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, find_policies, make_policy
 from sparsebp_cli.policy.discovery import FoundPolicy
@@ -84,8 +83,6 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
     return _find_reason(policy, recipe) or (
         "needs a reference model, which the recipe's own policies do not have"
         if compares(policy)
-        else "needs validation examples, which are set aside for the recipe's own policies alone"
-        if validates(policy)
         else "reads columns of the data: name it in the recipe's policy"
         if isinstance(policy, TokenSelector) and policy.reads
         else Candidate(describe_policy({"name": name} | options), [policy])

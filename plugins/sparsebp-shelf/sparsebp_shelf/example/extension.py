@@ -48,8 +48,7 @@ from sparsebp_cli.backward import (
     with_changes,
 )
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Examples, ReadExamples, ReferenceReader, Score, Site, Step
-from sparsebp_shelf.example.gradient_products import IGNORED, GradientProducts, take_examples
+from sparsebp_cli.policy import Examples, ReadExamples, ReferenceReader, Score, Step
 from sparsebp_shelf.example.kind import (
     EXAMPLE_ROW,
     REFERENCE_COLUMN,
@@ -64,8 +63,8 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward import EngineView, Given, PolicyStates
 
 Arguments = Mapping[str, object]
+IGNORED = -100  # label of positions without a target
 _OF_LOSS = ("labels", "num_items_in_batch")
-_VALIDATION = Site("validation examples", 0, ())  # key of the draw of validation examples
 
 
 def find_places(policy: ExampleSelector, model: nn.Module, given: Given) -> Sequence[int]:  # noqa: ARG001
@@ -78,9 +77,8 @@ class ExampleExtension(EngineExtension):
     """Carry out an example selector's choices in one model.
 
     Policies that read rows use ``num_examples``. Without a ``reference`` model, each batch needs the column
-    ``reference_loss``. A policy that compares gradients uses the ``validation`` batch, the optimizer's learning rate,
-    and the linears that ``exclude`` does not name. Raises :class:`UnsupportedError` unless the model is, or wraps, a
-    transformers model whose forward computes the loss, or if the reference has another vocabulary.
+    ``reference_loss``. Raises :class:`UnsupportedError` unless the model is, or wraps, a transformers model whose
+    forward computes the loss, or if the reference has another vocabulary.
     """
 
     policy: ExampleSelector
@@ -114,14 +112,6 @@ class ExampleExtension(EngineExtension):
         if self.compares and isinstance(given.reference, nn.Module):
             self.reference = Scorer(given.reference, f"{what} by a reference")
             check_vocabulary(found, self.reference)
-        self.validation, self.optimizer, self.products = given.validation, given.optimizer, None
-        if policy.num_validation:
-            self.products = GradientProducts(model, type(policy).__name__, given.exclude)
-            if self.compares or policy.reads_gradient_norm or policy.scored_share < 1.0:
-                raise UnsupportedError(
-                    f"{type(policy).__name__} reads products of gradients (num_validation above 0), so it must "
-                    "read no reference and no gradient norms, and its scored_share must be 1"
-                )
 
     def install(self, engine: EngineView) -> None:
         self._override = ExamplesOverride(self, engine)
@@ -193,7 +183,7 @@ class ExamplesOverride(ForwardOverride):
         index_K = upload(labels.device, index_K)[0] if index_K.device.type == "cpu" else index_K
         targets, kept = targets_B.sum(), targets_B[index_K].sum()
         self._count(targets, kept, len(labels), len(index_K), spent)
-        chosen = take_examples(arguments, index_K)
+        chosen = _take_examples(arguments, index_K)
         num_items = arguments.get("num_items_in_batch")
         assert num_items is None or isinstance(num_items, Tensor | int | float)
         if num_items is not None:
@@ -279,8 +269,6 @@ class ExamplesOverride(ForwardOverride):
         row_B = torch.zeros(number, dtype=torch.int64) if policy.reads_rows else None
         reference_B = none_B if self._extension.compares else None
         examples = Examples(number, none_B, none_B if policy.reads_gradient_norm else None, reference_B, row_B)
-        if none_B is not None and policy.num_validation:
-            examples = replace(examples, product_B=none_B, product_BB=none_B.outer(none_B), learning_rate=0.0)
         choice = policy.choose(examples, step)
         if choice is None:
             return 1.0
@@ -289,8 +277,6 @@ class ExamplesOverride(ForwardOverride):
     def _score(self, arguments: Arguments, reference_BT: object) -> Examples:
         """Return the batch with the scores that the policy reads, from the scored positions only."""
         labels, policy = _tensor(arguments, "labels"), self._policy.at(self._engine.now())
-        if self._extension.products is not None:
-            return self._compare_gradients(self._extension.products, arguments)
         length = _length(arguments)
         # One position alone predicts nothing.
         read = max(2, math.ceil(policy.scored_share * length))
@@ -314,27 +300,6 @@ class ExamplesOverride(ForwardOverride):
         else:
             reference_BT = self._check_reference(_cut(REFERENCE_COLUMN, reference_BT, length, read), next_BT)
         return Examples(len(labels), _mean(scores["loss"], next_BT), norm_B, _mean(reference_BT, next_BT))
-
-    def _compare_gradients(self, products: GradientProducts, arguments: Arguments) -> Examples:
-        """Return the batch with its losses and the products of its gradients."""
-        extension, labels, step = self._extension, _tensor(arguments, "labels"), self._engine.now()
-        assert extension.validation is not None
-        assert extension.optimizer is not None
-        self._check_labels(labels)
-        # Drawn by the step's generator, so that a resumed run draws the same. See decision 25.
-        generator = step.generator(_VALIDATION)
-        index_V = torch.randperm(len(_tensor(extension.validation, "labels")), generator=generator)
-        drawn = take_examples(extension.validation, index_V[: self._policy.at(step).num_validation])
-        drawn = {name: value.to(labels.device) if isinstance(value, Tensor) else value for name, value in drawn.items()}
-        found = products.compute(arguments, drawn, self._inner, self._engine.disabled, reference=self._engine.reference)
-        return Examples(
-            len(labels),
-            _fill(found.loss_B.float(), count_targets(labels) > 0),
-            product_B=found.product_B,
-            product_BB=found.product_BB,
-            # The paper's step uses the optimizer's learning rate. See decision 25.
-            learning_rate=float(extension.optimizer.param_groups[0]["lr"]),
-        )
 
     def _check_labels(self, labels: Tensor) -> None:
         """Raise an error for labels that fit neither a language model nor one class for each example."""
@@ -387,6 +352,19 @@ class ExamplesOverride(ForwardOverride):
                 scoring_flops=spent.flops,
             )
         )
+
+
+def _take_examples(given: Arguments, index_K: Tensor) -> dict[str, object]:
+    """Return a model's arguments for some of the examples."""
+    number = len(_tensor(given, "labels"))
+    return {name: _take(name, value, index_K, number) for name, value in given.items()}
+
+
+def _take(name: str, value: object, index_K: Tensor, number: int) -> object:
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != number:
+        return value
+    # A vector other than the labels may have B entries by chance.
+    return value[index_K] if value.ndim > 1 or name == "labels" else value
 
 
 def _mean(loss_BT: Tensor, next_BT: Tensor) -> Tensor:

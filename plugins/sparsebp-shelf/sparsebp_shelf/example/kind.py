@@ -94,14 +94,6 @@ class ExampleSelector(Policy):
         return False
 
     @property
-    def num_validation(self) -> int:
-        """Number of validation examples whose mean gradient ``choose`` compares with the examples' gradients; 0: none.
-
-        It applies at steps where ``choose`` reads losses. Each batch draws new ones from data that is never trained on.
-        """
-        return 0
-
-    @property
     def weighs(self) -> bool:
         """Whether ``choose`` may return weights; the model's loss must then be the cross-entropy of its logits."""
         return False
@@ -144,14 +136,11 @@ def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:
         "reads_rows": policy.reads_rows,
         "reads_weight": policy.reads_weight,
         "fits_head": policy.fits_head,
-        "validates": policy.num_validation > 0,
-        "num_validation": policy.num_validation,
         "needs_num_steps": "start and end are shares of the training" if policy.needs_num_steps else "",
     }
 
 
 _WEIGHING: rule.Conditions = {"weighs": (True,)}  # returns weights of examples
-_VALIDATING: rule.Conditions = {"validates": (True,)}  # compares gradients
 _COMPARING: rule.Conditions = {"compares": (True,)}  # compares with a reference
 EXAMPLE_SELECTOR = Kind(
     ExampleSelector,
@@ -176,29 +165,6 @@ EXAMPLE_SELECTOR = Kind(
             "The losses that are weighted are those of all positions of an example.",
             facts=_WEIGHING,
             options={"fused_head": (False,)},
-        ),
-        rule.Rule(
-            "{policy} compares gradients with those of validation examples: give {policy_validation_examples:32} or "
-            "another number, which are set aside from the training examples",
-            policy=_VALIDATING,
-            options={"policy_validation_examples": rule.ABSENT},
-        ),
-        rule.needs(
-            "checkpointing",
-            "none",
-            ("full",),
-            "it differentiates a forward of its own, which stores everything",
-            facts=_VALIDATING,
-        ),
-        rule.not_with("segments", rule.GIVEN, "it differentiates a forward of its own", facts=_VALIDATING),
-        rule.not_with(
-            "float8", rule.GIVEN, "float8 rounds the gradients of weights that it compares", facts=_VALIDATING
-        ),
-        rule.needs_optimizer("its second-order term has the learning rate", facts=_VALIDATING),
-        rule.not_in_trainer(
-            "{policy} needs validation examples, which a Trainer does not give; run a recipe, or your own loop with "
-            "attach(validation=...)",
-            facts=_VALIDATING,
         ),
         rule.Rule(
             "{policy} compares with a reference language model: needs {format:text} or completion, got {format:=}",

@@ -169,10 +169,7 @@ def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
     score_B = torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()
     compares = isinstance(policy, ReferenceReader) and policy.reads_reference
     norm_B = score_B + 0.5 if policy.reads_gradient_norm else None
-    examples = Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, row_B, weight_B=weight_B)
-    if not policy.num_validation:
-        return examples
-    return replace(examples, product_B=score_B - 4.0, product_BB=score_B.outer(score_B), learning_rate=0.1)
+    return Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, row_B, weight_B=weight_B)
 
 
 def _places(policy: ExampleSelector) -> Sequence[int]:

@@ -118,12 +118,6 @@ PART_SELECTOR = Kind(
             "It replaces the forwards of linears, and the weights in the optimizer; all other parameters are frozen.",
             where="training",
         ),
-        rule.not_beside(
-            ("ExampleSelector",),
-            "Gradients of whole weights are compared, and parts of them are trained.",
-            where="training",
-            other={"validates": (True,)},
-        ),
         rule.at_linears(does=" trains parts of the weights of linears:"),
         rule.needs("update", "deferred", ("eager",), "parts are written into the weights after a whole step"),
         rule.not_with("segments", rule.GIVEN, "segments support the parameters of layers, but not parts of weights"),

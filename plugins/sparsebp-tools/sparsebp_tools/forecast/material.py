@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -127,7 +127,6 @@ def _make_data(recipe: Recipe, architecture: Architecture, vocabulary: int) -> D
     """Return examples of the recipe's maximum length, without a common prefix."""
     section, training = recipe.dataset, recipe.training
     number = 4 * training.per_device_train_batch_size * training.gradient_accumulation_steps
-    number += section.policy_validation_examples or 0
     generator = np.random.default_rng(0)
     made = []
     for row in range(number):
@@ -142,9 +141,3 @@ def _make_data(recipe: Recipe, architecture: Architecture, vocabulary: int) -> D
         made.append(EncodedExample(ids, labels, document=row, is_pair=architecture == "encoder-decoder"))
     names = ["0", "1"] if section.format == "classification" else []
     return Data(made, [], names)
-
-
-def set_aside(material: Material, recipe: Recipe) -> Material:
-    """Return the material with separate examples for policies that compare with them."""
-    number = recipe.dataset.policy_validation_examples
-    return replace(material, data=material.data.with_set_aside(number, recipe.training.seed))

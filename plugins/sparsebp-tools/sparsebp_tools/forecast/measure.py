@@ -16,7 +16,7 @@ from sparsebp_cli.recipe.composition import has_own_worker, refuse_unsupported
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.worker.policy_phase import make_phases
 from sparsebp_tools.forecast.depth import Depth, count_layers
-from sparsebp_tools.forecast.material import gather_material, set_aside
+from sparsebp_tools.forecast.material import gather_material
 from sparsebp_tools.forecast.record import HELD_ON_CPU, Forecast, ForecastRequest, Remedy, StepForecast
 from sparsebp_tools.forecast.remedy import RecipeChange, name_comparisons, try_changes, without_comparisons
 from sparsebp_tools.forecast.step import Rehearsal, make_order
@@ -36,7 +36,7 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
         raise UnsupportedError("--memory cannot forecast a custom target.worker")
     policies = [policy for phase in make_phases(recipe) for policy in phase.policies]
     report("reads config and data", 0, 0)
-    material = set_aside(gather_material(recipe, policies), recipe)
+    material = gather_material(recipe, policies)
     number, batch = material.describe(recipe, make_order(recipe, material))
     rehearsal = Rehearsal(material, number, gpu=request.gpu)
     depth = Depth(count_layers(material.config))

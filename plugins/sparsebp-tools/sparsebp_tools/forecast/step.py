@@ -32,7 +32,7 @@ from sparsebp_cli.recipe.description import describe_policy
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint
 from sparsebp_cli.run.policy_phase import describe_phases
-from sparsebp_cli.worker.batch import BatchOrder, collate, micro_batch_loss
+from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.model import build_by_config
 from sparsebp_cli.worker.optimizer import build_optimizer
 from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
@@ -100,10 +100,8 @@ class Rehearsal:
         optimizer = build_optimizer(recipe.training, model)
         num_parameters = count_parameters(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        aside = list(material.data.set_aside.values())
-        validation = collate(aside, material.pad_token_id) if aside else None
         phases = make_phases(recipe)
-        sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data), validation)
+        sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data))
         before = stand_ins.number
         try:
             engine = sequence.attach(phases[number])
