@@ -43,11 +43,10 @@ from sparsebp_cli.policy import (
 )
 from sparsebp_cli.policy.kind import Kind, load
 from sparsebp_cli.policy.known_kind import find_aspects, find_facts, find_kind, list_kinds
-from sparsebp_cli.policy.measure import EXAMPLE_ROW
 from sparsebp_cli.policy.scheduled_option import needs_length
 
 
-def attach(  # noqa: PLR0913 - what a training loop may give
+def attach(
     model: nn.Module,
     policies: PolicyLike | Sequence[PolicyLike],
     *,
@@ -55,7 +54,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     max_grad_norm: float | None = None,
     seed: int = 0,
     num_steps: int | None = None,
-    num_examples: int | None = None,
     reference: nn.Module | Literal["batch"] | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> Engine:
@@ -72,8 +70,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
             clipping.
         seed: Seed of random decisions. Each also depends on the step, the site and the process.
         num_steps: Optimizer steps of the whole training; policies with a schedule over the training need it.
-        num_examples: Rows of the training data. Policies that store data for each example need it, and the column
-            ``example_row``, (B,), int64, among the model's arguments in each batch.
         reference: A model with whose loss of each token a policy compares. ``batch``: each batch contains that loss as
             ``reference_loss``, (B, T), at the position that predicts the token. With ``lossless``, the reference model
             of your own loss, which runs the same batches without gradient; the engine skips the same rows in it.
@@ -96,7 +92,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     chosen = {**dict(options), "max_grad_norm": max_grad_norm, "optimizer": optimizer}
     inner = refuse_model(model, policies, chosen)
     selectors = [policy for policy in policies if isinstance(policy, GradientSelector)]
-    check_scoring(policies, num_steps, num_examples, reference)
+    check_scoring(policies, num_steps, reference)
     wrapped, model = model, inner
     layers = LayerNumbers(model)
     decisions = SiteDecisions(selectors, len(layers.layers))
@@ -106,7 +102,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         first=Step(0, seed=seed, num_steps=num_steps),
         num_layers=len(layers.layers),
         linears=adapter.sites if isinstance(adapter, LinearAdapter) else (),
-        num_examples=num_examples,
         reference=reference,
         exclude=options.exclude,
         packs=_packs(policies),
@@ -285,7 +280,6 @@ BATCH = "batch"
 def check_scoring(
     policies: Sequence[Policy],
     num_steps: int | None,
-    num_examples: int | None,
     reference: nn.Module | str | None,
 ) -> None:
     """Refuse a policy that lacks an argument of ``attach``, and a reference that no policy reads.
@@ -293,7 +287,6 @@ def check_scoring(
     Args:
         policies: All policies to attach.
         num_steps: Optimizer steps of the whole training; None if unknown.
-        num_examples: Rows of the training data; None if unknown.
         reference: A model; ``batch``: each batch contains its losses.
 
     Raises:
@@ -304,11 +297,6 @@ def check_scoring(
         facts, name = find_facts(policy), type(policy).__name__
         if facts.get("needs_num_steps") and num_steps is None:
             raise UsageError(f"{name}: {facts['needs_num_steps']}: give attach(num_steps=...)")
-        if facts.get("reads_rows") and num_examples is None:
-            raise UsageError(
-                f"{name} keeps state for each training example: pass attach(num_examples=...) and add the column "
-                f"{EXAMPLE_ROW!r} to each batch; streamed data are not supported"
-            )
     readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     if readers and reference is None:
         raise UsageError(

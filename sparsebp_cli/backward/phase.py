@@ -176,13 +176,12 @@ class PhasedEngine:
         self._phase = phase
 
 
-def attach_phases(  # noqa: PLR0913 - those of attach
+def attach_phases(
     model: nn.Module,
     schedule: Sequence[Phase],
     *,
     optimizer: torch.optim.Optimizer,
     num_steps: int,
-    num_examples: int | None = None,
     max_grad_norm: float | None = None,
     seed: int = 0,
     reference: nn.Module | Literal["batch"] | None = None,
@@ -198,7 +197,6 @@ def attach_phases(  # noqa: PLR0913 - those of attach
             at the step that is nearest to the fraction ``until`` of ``num_steps``.
         optimizer: Its steps end the phases.
         num_steps: Optimizer steps of the whole training, at least 1.
-        num_examples: As for :func:`attach`.
         max_grad_norm: As for :func:`attach`.
         seed: As for :func:`attach`.
         reference: As for :func:`attach`; the same for all phases that compare with it.
@@ -223,7 +221,6 @@ def attach_phases(  # noqa: PLR0913 - those of attach
             max_grad_norm=max_grad_norm,
             seed=seed,
             num_steps=num_steps,
-            num_examples=num_examples,
             reference=reference if needs_reference(policies, made, reference) else None,
             **choices,
         )

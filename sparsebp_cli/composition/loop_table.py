@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsebp_cli.policy.rule import ABSENT, GIVEN, SEVERAL, Conditions, Rule, not_in_trainer
+from sparsebp_cli.policy.rule import ABSENT, GIVEN, SEVERAL, Conditions, Rule
 
 # Combinations that no recipe can contain: the user wrapped the model, or gave no optimizer.
 OWN_LOOP = (
@@ -16,11 +16,6 @@ OWN_LOOP = (
         "engine.run_trials",
         policy={"has_trials": (True,)},
         options={"loop": ("trainer",)},
-    ),
-    not_in_trainer(
-        "{policy} keeps state for each training example, but a Trainer's batches do not identify their examples; "
-        "run a recipe, or your own loop with attach(num_examples=...)",
-        facts={"reads_rows": (True,)},
     ),
     Rule(
         "{update} needs the argument optimizer=, the optimizer of the model's parameters",

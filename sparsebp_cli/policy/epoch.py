@@ -64,8 +64,7 @@ class EpochSelector(Policy):
     visits every example with the weight 1. ``unbiased`` means that the expected weight of each example over draws is 1,
     for all losses; an example that is left out has the weight 0.
 
-    A :class:`~sparsebp_cli.policy.Stateful` epoch selector gets the rows of the training split as its places. It
-    observes only :class:`~sparsebp_cli.policy.ReadExamples`, after each micro-batch rather than once a step.
+    It keeps no state of its own: all that it knows of earlier epochs is ``loss_N``.
     """
 
     @abstractmethod
@@ -85,7 +84,7 @@ class EpochSelector(Policy):
 EPOCH_SELECTOR = Kind(
     EpochSelector,
     asked="Decides at the start of each epoch, by the losses that its examples had when they were last "
-    "trained on, or by a state that follows them. Exact if every epoch visits every example once with the weight 1; "
+    "trained on. Exact if every epoch visits every example once with the weight 1; "
     "unbiased if the weight of each example, 0 if it is left out, is 1 in the mean over draws. "
     "[Choose the examples of an epoch](../guide/tokens.md#choose-the-examples-of-an-epoch)\n",
     suite="sparsebp_cli.testing.epoch:check_epoch_selector",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sparsebp_cli.policy.informed import Seen
     from sparsebp_cli.policy.token import Tokens
 
-EXAMPLE_ROW = "example_row"  # the column of a batch with the row of each example in the training data, (B,), int64
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -127,7 +125,6 @@ class Examples:
             same positions, float32, at least 0. None unless the policy reads it.
         reference_loss_B: The same as ``loss_B`` with the reference model. None unless the policy is a
             :class:`~sparsebp_cli.policy.ReferenceReader` and needs losses.
-        row_B: The row of each example in the training data, int64. None unless the policy reads it.
         weight_B: The magnitude of the factor with which a trainer's own loss multiplies each example, such as an
             advantage, at least 0. None unless the policy reads it. None if the trainer passed no factors, or if its
             loss has further terms.
@@ -137,7 +134,6 @@ class Examples:
     loss_B: Tensor | None = None
     gradient_norm_B: Tensor | None = None
     reference_loss_B: Tensor | None = None
-    row_B: Tensor | None = None
     weight_B: Tensor | None = None
 
     @property

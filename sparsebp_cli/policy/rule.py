@@ -188,17 +188,16 @@ def needs_optimizer(because: str, *, what: str = "{policy}", facts: Conditions =
     return Rule(text, policy=facts, options={"optimizer": ABSENT, "loop": ("own",)})
 
 
-def not_in_trainer(text: str, *, facts: Conditions = NONE) -> Rule:
+def not_in_trainer(text: str) -> Rule:
     """Refuse a transformers.Trainer.
 
     Args:
         text: The error message, with ``{policy}`` for the policy's name.
-        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
     """
-    return Rule(text, policy=facts, options={"loop": ("trainer",)})
+    return Rule(text, options={"loop": ("trainer",)})
 
 
 def in_trainer_not_with(option: str, condition: Condition, what: str, *, facts: Conditions = NONE) -> Rule:

@@ -17,8 +17,6 @@ MOVED = frozenset(
         "crs",
         "dither",
         "dropbp",
-        "evolved-pruning",
-        "evolved-sampling",
         "freezeout",
         "gact",
         "grades",
@@ -47,6 +45,8 @@ MOVED = frozenset(
 REMOVED = {
     "backlite": "it was never faster than dense",
     "dropit": "use gact, wta-crs, velora or compact",
+    "evolved-pruning": "use infobatch",
+    "evolved-sampling": "use importance or selective-backprop",
     "greats": "use rho",
     "pamm": "use gact, wta-crs, velora or compact",
     "partial-forward": "its effect was not shown",

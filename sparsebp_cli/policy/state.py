@@ -90,8 +90,7 @@ class Stateful(ABC, Generic[Place]):
         Args:
             places: Places where the policy decides, by its kind. A gradient selector gets its sites, with an empty
                 ``batch_shape``; a parameter selector parameters; a block dropper blocks; a part selector weights; an
-                input saver linears. An epoch selector, and an example selector that reads rows, gets the rows of the
-                training data, as numbers from 0. Other kinds get none.
+                input saver linears. Other kinds get none.
 
         Returns:
             Tensors on the CPU, and numbers.

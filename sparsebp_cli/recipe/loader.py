@@ -226,11 +226,11 @@ def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
         known = {key: value for key, value in backward.items() if key != "time_forms"}
         renamed["backward"] = {"execution" if key == "engine" else key: value for key, value in known.items()}
     if isinstance(dataset, dict) and "policy_validation_examples" in dataset:
-        renamed["dataset"] = {key: value for key, value in dataset.items() if key != "policy_validation_examples"}
+        kept = {key: value for key, value in dataset.items() if key != "policy_validation_examples"}
         if (number := dataset["policy_validation_examples"]) is not None:
             # No data have this split: such a run can be shown and compared, but does not go on with other examples.
-            text = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
-            renamed["dataset"]["split"] = text
+            kept["split"] = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
+        renamed["dataset"] = kept
     return renamed
 
 

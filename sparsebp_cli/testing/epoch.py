@@ -6,16 +6,15 @@ Shape letters: N examples, K visited.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Epoch, EpochSelector, Examples, ReadExamples, Stateful, Step, Visits, make_policy
+from sparsebp_cli.policy import Epoch, EpochSelector, Stateful, Step, Visits, make_policy
 from sparsebp_cli.testing.promise import enough, name_of, require
-from sparsebp_cli.testing.state import NUM_ROWS, check_state
 from sparsebp_cli.testing.suite import check_repeatable, find_share, same
 
 _NUM_STEPS = 40
@@ -26,7 +25,7 @@ _NUM_SIGMAS = 6.0  # the draws are fixed by the seed
 def check_epoch_selector(policy: EpochSelector) -> None:
     """Check an epoch selector against every promise of the contract, with training splits of 1, 2, 9 and 24 examples.
     None, some or all of the examples were trained on before."""
-    check_state(policy, range(NUM_ROWS))
+    require(not isinstance(policy, Stateful), f"{name_of(policy)}: an epoch selector cannot have a state")
     for check in _CHECKS:
         check(policy)
 
@@ -113,18 +112,7 @@ def _check_control(policy: EpochSelector) -> None:
 
 
 def _choose(policy: EpochSelector, epoch: Epoch, step: Step) -> Visits | None:
-    return policy.at(step).choose(epoch, replace(step, state=_state(policy, epoch, step)))
-
-
-def _state(policy: EpochSelector, epoch: Epoch, step: Step) -> Mapping[str, Tensor | float]:
-    """Return the policy's state after one visit of the examples that were trained on; empty without a state."""
-    if not isinstance(policy, Stateful):
-        return {}
-    row_K = (~epoch.loss_N.isnan()).nonzero().flatten()
-    read = ReadExamples("0", Examples(len(row_K), loss_B=epoch.loss_N[row_K], row_B=row_K))
-    first = policy.init(range(len(epoch.loss_N)))
-    state: Mapping[str, Tensor | float] = policy.observe(first, policy.look([read], step), step)
-    return state
+    return policy.at(step).choose(epoch, step)
 
 
 def _weights(policy: EpochSelector, epoch: Epoch, step: Step) -> Tensor:

@@ -55,7 +55,7 @@ def check_kind(
         make_model: Makes a model, the same at each call; None: three linears with tanh between them. The suite converts
             the model to double precision.
         loss: Runs the model on the batch of a given number, from 0, and returns the loss.
-        **given: Further arguments of ``attach``, such as ``num_examples``.
+        **given: Further arguments of ``attach``, such as ``reference``.
 
     Raises:
         UsageError: ``policies`` is empty, or only one of ``make_model`` and ``loss`` is given.

@@ -139,12 +139,7 @@ def _show(places: Sequence[Named | int], seed: int) -> list[Observed]:
 
     sites = [place for place in places if isinstance(place, Site)]
     others = [place for place in places if not isinstance(place, Site | int)]
-    examples = Examples(
-        NUM_ROWS,
-        loss_B=draw(NUM_ROWS),
-        gradient_norm_B=draw(NUM_ROWS),
-        row_B=torch.randperm(NUM_ROWS, generator=generator),
-    )
+    examples = Examples(NUM_ROWS, loss_B=draw(NUM_ROWS), gradient_norm_B=draw(NUM_ROWS))
     target_BT = torch.ones(2, NUM_ROWS, dtype=torch.bool)
     scores: dict[Score, Tensor] = {score: draw(2, NUM_ROWS) for score in get_args(Score)}
     readings: dict[Reading, Tensor] = {"input_norm": draw(NUM_ROWS), "output_norm": draw(NUM_ROWS)}

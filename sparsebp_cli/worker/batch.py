@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.policy import EpochSelector
-from sparsebp_cli.policy.measure import EXAMPLE_ROW
 from sparsebp_cli.worker.data import IGNORED, EncodedExample
 from sparsebp_cli.worker.epoch import ChosenEpochs, EpochShuffle
 from sparsebp_cli.worker.gap import Gaps
@@ -89,13 +88,11 @@ class BatchOrder:
 
     def _collate(self, rows: Sequence[int], visits: Sequence[object]) -> dict[str, Tensor]:
         """Collate examples. ``visits`` holds for each example the key that determines its masked tokens."""
-        columns = [name for name in self.columns if name != EXAMPLE_ROW]
         examples = [self.examples[row] for row in rows]
         if self.gaps is not None:
             visited = zip(examples, visits, strict=True)
             examples = [self.gaps.draw(example, self.seed, visit) for example, visit in visited]
-        batch = collate(examples, self.pad_token_id, columns)
-        return batch if EXAMPLE_ROW not in self.columns else batch | {EXAMPLE_ROW: torch.tensor(rows)}
+        return collate(examples, self.pad_token_id, self.columns)
 
     def choose_epochs(self, policy: EpochSelector, *, num_steps: int, micro_batches: int) -> None:
         """Let a policy choose the examples of each epoch. Call this before the first batch is read. ``micro_batches``
@@ -110,7 +107,7 @@ class BatchOrder:
     def see(self, number: int, loss_B: Tensor) -> None:
         """Record the losses of a micro-batch's examples for the policy that chooses epochs."""
         assert self._chosen is not None
-        self._chosen.see(number, [self._example(position) for position in self._positions(number)], loss_B.tolist())
+        self._chosen.see([self._example(position) for position in self._positions(number)], loss_B.tolist())
 
     @property
     def follows_policy(self) -> bool:

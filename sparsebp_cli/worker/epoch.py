@@ -1,8 +1,8 @@
 """Define a training's epochs: in which order each visits the examples, and which ones if a policy chooses.
 
 Without a policy every epoch is a permutation of all examples. With one, the policy decides the length of an epoch, so
-its position is known only when the previous epoch ends. This module keeps the position, the last loss of every example
-and the policy's state, and checkpoints save them.
+its position is known only when the previous epoch ends. This module keeps the position and the last loss of every
+example, and checkpoints save them.
 
 Shape letters: N examples of the training split, K visited.
 """
@@ -18,13 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Epoch, EpochSelector, Examples, ReadExamples, Stateful, Step, Visits, returned
-from sparsebp_cli.policy.contract import State
+from sparsebp_cli.policy import Epoch, EpochSelector, Step, Visits, returned
 from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.grouping import GroupBy, Order, group_order
 
 Weights = NDArray[np.float32]
-STATE = "state "  # prefix of the policy's state names in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ class ChosenEpochs:
         self._in_step = shuffle.batch_size * micro_batches  # visits in an optimizer step
         self._loss_N = np.full(len(shuffle.examples), np.nan, dtype=np.float32)
         self._epochs: list[_ChosenEpoch] = []  # epochs with visits in the current step
-        self._state: State = policy.init(range(len(shuffle.examples))) if isinstance(policy, Stateful) else {}
 
     def visit(self, position: int) -> tuple[int, float]:
         """Return the row of the example at a position, and the weight of its loss. All earlier epochs must have been
@@ -84,16 +81,10 @@ class ChosenEpochs:
         offset = position - epoch.start
         return int(epoch.order_K[offset]), float(epoch.weight_K[offset])
 
-    def see(self, number: int, rows: Sequence[int], losses: Sequence[float]) -> None:
-        """Record the unweighted training losses of a micro-batch's examples, and let the policy observe them."""
+    def see(self, rows: Sequence[int], losses: Sequence[float]) -> None:
+        """Record the unweighted training losses of a micro-batch's examples."""
         for row, loss in zip(rows, losses, strict=True):
             self._loss_N[row] = loss
-        step = self._step_at(number * self._shuffle.batch_size)
-        policy = self._policy.at(step)
-        if isinstance(policy, Stateful):
-            read = Examples(len(rows), loss_B=torch.tensor(losses), row_B=torch.tensor(rows))
-            observation = policy.look([ReadExamples(str(step.micro_batch), read)], step)
-            self._state = policy.observe(self._state, observation, step)
 
     @property
     def current(self) -> tuple[int, float]:
@@ -111,7 +102,6 @@ class ChosenEpochs:
             "epoch": newest.number,
             "start": newest.start,
             "in_step": self._in_step,
-            **{f"{STATE}{name}": value for name, value in self._state.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -124,7 +114,6 @@ class ChosenEpochs:
             raise ValueError(f"it has losses of {len(loss_N)} examples, but the training split has {len(self._loss_N)}")
         if order_K.shape != weight_K.shape or not ((order_K >= 0) & (order_K < len(loss_N))).all():
             raise ValueError("its epoch visits examples that the training split does not have")
-        self._state = {name: state[f"{STATE}{name}"] for name in self._state}
         self._loss_N = loss_N
         self._epochs = [_ChosenEpoch(epoch, start, order_K, weight_K)]
 
@@ -152,4 +141,4 @@ class ChosenEpochs:
 
     def _step_at(self, position: int) -> Step:
         index, micro_batch = divmod(position // self._shuffle.batch_size, self._micro_batches)
-        return Step(index, micro_batch, seed=self._shuffle.seed, num_steps=self._num_steps, state=self._state)
+        return Step(index, micro_batch, seed=self._shuffle.seed, num_steps=self._num_steps)

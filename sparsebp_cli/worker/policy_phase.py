@@ -14,7 +14,6 @@ from sparsebp_cli.backward.core.engine import OF_POLICIES
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.policy import Policy, ReferenceReader, make_policy
 from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
-from sparsebp_cli.policy.measure import EXAMPLE_ROW
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run.policy_phase import PolicyPhase, describe_phases, find_phase
 from sparsebp_cli.worker.batch import BatchOrder
@@ -55,7 +54,6 @@ class PhaseSequence:
             max_grad_norm=recipe.training.max_grad_norm if is_eager else None,
             seed=recipe.training.seed,
             num_steps=recipe.training.max_steps,
-            num_examples=len(self.reference.data.train),
             reference=self.reference.attached if any(map(compares, phase.policies)) else None,
             **recipe.backward.choices(**({"checkpointing": "none"} if is_full else {})),
         )
@@ -75,9 +73,8 @@ class PhaseSequence:
         same order."""
         reference = self.reference.columns if any(map(compares, phase.policies)) else frozenset()
         facts = [find_facts(policy) for policy in phase.policies]
-        rows = any(found.get("reads_rows") for found in facts)
         weighs = any(LOSS_WEIGHT in example.columns for example in self.reference.data.train)
-        order.columns = find_columns(phase.policies) | reference | (frozenset({EXAMPLE_ROW}) if rows else frozenset())
+        order.columns = find_columns(phase.policies) | reference
         order.columns |= frozenset({LOSS_WEIGHT}) if weighs else frozenset()
         columns = [column for found in facts if isinstance(column := found.get("candidate_column"), str)]
         order.candidates = next(iter(columns), None)

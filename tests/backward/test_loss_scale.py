@@ -147,7 +147,7 @@ def test_every_policy_that_observes_a_gradient_is_tried_under_a_scaler() -> None
     classes = {name: found.policy_class for name, found in find_policies().items()}
     stateful = {name for name, policy in classes.items() if policy is not None and issubclass(policy, Stateful)}
     # What these observe is of inputs and losses, which nobody scales.
-    others = {"evolved-pruning", "evolved-sampling", "selective-backprop", "velora"}
+    others = {"selective-backprop", "velora"}
     assert stateful - tried == others
 
 

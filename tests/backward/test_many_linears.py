@@ -19,7 +19,7 @@ FEW, MANY = 15, 60  # layers of 7 linears
 THOUSANDS = 1429  # 10,004 linears
 WITH_POLICY = {way: sections for way, sections in WAYS.items() if "policy" in sections}
 ELSEWHERE = {  # in the worker of a recipe alone, with a model or with data that this test does not have
-    "rho", "infobatch", "evolved-pruning", "lora-fa",
+    "rho", "infobatch", "lora-fa",
 }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def attach_as(sections: dict[str, Any], model: nn.Module) -> None:
     """Attach as a way to train does, and detach."""
     choices = {key: value for key, value in sections.get("backward", {}).items() if key in {"sites", "segments"}}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    attach(model, sections["policy"], optimizer=optimizer, num_steps=40, num_examples=30, **choices).detach()
+    attach(model, sections["policy"], optimizer=optimizer, num_steps=40, **choices).detach()
 
 
 def count_calls(sections: dict[str, Any], model: nn.Module) -> int:

@@ -43,10 +43,8 @@ WAYS: dict[str, Sections] = {
     "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),
     "importance": _policy("importance", keep=0.5, threshold=1.0, every=3),
     "rollouts": _policy("rollouts", keep=0.5),
-    "evolved-sampling": _policy("evolved-sampling", keep=0.5, weighted=True) | {"dataset": {"max_train_examples": 30}},
     "rho": _policy("rho", keep=0.5, reference="tiny"),  # the test has a model of the recipe's kind for it
     "infobatch": _policy("infobatch") | {"dataset": {"max_train_examples": 30}},  # epochs of up to 8 steps
-    "evolved-pruning": _policy("evolved-pruning", keep=0.5) | {"dataset": {"max_train_examples": 30}},
     "crs": _policy("crs", keep=0.5, products="both"),
     "meprop": _policy("meprop", keep=0.5),
     "meprop unified": _policy("meprop", keep=0.5, unified=True),

@@ -41,7 +41,6 @@ from .way import Way
 
 Weights = dict[str, Tensor]
 NUM_STEPS, SEED, MAX_NORM = 4, 3, 0.05
-NUM_EXAMPLES = 5  # of the data, for policies that know an example by its row
 
 
 def build(composition: str) -> nn.Module:
@@ -81,10 +80,9 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
     elif "update" in options and composition == "clipping":
         options |= {"max_grad_norm": MAX_NORM, "eager_clip": "exact"}
     is_eager, optimizer = "update" in options, _optimizer(model)
-    lengths = {"num_steps": NUM_STEPS, "num_examples": NUM_EXAMPLES}
 
     def attach() -> Any:
-        return sbp.attach(model, policies, optimizer=optimizer, seed=SEED, **lengths, **options)
+        return sbp.attach(model, policies, optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
 
     engine = attach()
     if composition == "compile":
@@ -128,7 +126,6 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     states = _init_states(model, policies, shown)
     masks = _find_masks(model, policies)
     for number in range(_num_steps(ways)):
-        read: list[tuple[Tensor, Tensor]] = []  # losses and rows that a policy was shown
         means: dict[str, Tensor] = {}  # of the rows of inputs, in the step's first forward
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, weights, hooks, saving = all_ids, None, [], ExitStack()
@@ -142,7 +139,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
                     examples = _examples(model, policy, all_ids, step)
-                    ids, weights = _choose(policy, examples, all_ids, step, read)
+                    ids, weights = _choose(policy, examples, all_ids, step)
                 elif isinstance(policy, BlockDropper):
                     blocks, _ = find_blocks(model, "the reference")
                     first = Step(number, seed=SEED, num_steps=NUM_STEPS)
@@ -167,7 +164,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         before = _weights(model)
         optimizer.step()
         _put_back(trained, masks, before)
-        _observe(policies, states, model, trained, number, read, means)
+        _observe(policies, states, model, trained, number, means)
         optimizer.zero_grad()
     return _weights(model)
 
@@ -206,7 +203,7 @@ def _init_states(model: nn.Module, policies: Sequence[Policy], shown: Sequence[P
 
     def places(policy: Policy) -> Sequence[Any]:
         if isinstance(policy, ExampleSelector):
-            return range(NUM_EXAMPLES)
+            return ()
         if isinstance(policy, InputSaver):
             return [Site(name, len(module.weight), ()) for name, module, _ in find_linears(model).covered]
         return weights if isinstance(policy, PartSelector) else shown
@@ -242,17 +239,14 @@ def _observe(
     model: nn.Module,
     trained: dict[str, nn.Parameter],
     number: int,
-    read: Sequence[tuple[Tensor, Tensor]],
     means: dict[str, Tensor],
 ) -> None:
     sizes = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
     norms = {name: p.grad.norm() for name, p in trained.items() if p.grad is not None}
-    losses = {str(place): loss_B for place, (loss_B, _) in enumerate(read)}
-    rows = {str(place): row_B for place, (_, row_B) in enumerate(read)}
     is_run = {name: model.get_parameter(f"{name}.weight").grad is not None for name in means}  # no dropped block is
     means = {name: mean_D for name, mean_D in means.items() if is_run[name]}
     end = Step(number, seed=SEED, num_steps=NUM_STEPS)
-    observation = Observation(norm=norms, size=sizes, loss=losses, row=rows, mean=means)
+    observation = Observation(norm=norms, size=sizes, mean=means)
     for policy in policies:
         if isinstance(policy, Stateful):
             states[id(policy)] = policy.observe(states[id(policy)], observation, end)
@@ -303,11 +297,9 @@ def _micro_batches(composition: str, number: int) -> list[tuple[Tensor, float]]:
 
 
 def columns_for(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
-    """Return the columns that example selectors read: the rows of a step's examples, the losses of a reference."""
+    """Return the column that example selectors read: the losses of a reference."""
     columns: dict[str, Tensor] = {}
     for policy in policies:
-        if isinstance(policy, ExampleSelector) and policy.reads_rows:
-            columns["example_row"] = (torch.arange(4) + number) % NUM_EXAMPLES
         if isinstance(policy, ReferenceReader) and policy.reads_reference:
             columns["reference_loss"] = 3 * torch.rand(4, 6, generator=torch.Generator().manual_seed(number))
     return columns
@@ -324,16 +316,11 @@ def _examples(model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: S
     columns = columns_for([policy], step.index)
     reference_B = columns["reference_loss"][:, :-1].mean(1) if "reference_loss" in columns else None
     model.train()
-    return Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, columns.get("example_row"))
+    return Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B)
 
 
-def _choose(
-    policy: ExampleSelector, examples: Examples, ids_BT: Tensor, step: Step, read: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor | None]:
-    """Return the chosen examples, and their weights if there are any; add what the policy was shown to ``read``."""
-    if examples.row_B is not None:
-        assert examples.loss_B is not None
-        read.append((examples.loss_B, examples.row_B))
+def _choose(policy: ExampleSelector, examples: Examples, ids_BT: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    """Return the chosen examples, and their weights if there are any."""
     choice = policy.choose(examples, step)
     if choice is None:
         return ids_BT, None

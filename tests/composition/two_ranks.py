@@ -22,7 +22,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.errors import SparseBPError, UnsupportedError
 from sparsebp_cli.policy.known_kind import list_kinds
 from tests.composition.matrix import ENTRIES, SITES, Entry
-from tests.composition.step import NUM_STEPS, SEED, columns_for, policies_of, validation_for
+from tests.composition.step import NUM_STEPS, SEED, columns_for, policies_of
 from tests.composition.training import Gradients, attach, batch, build, largest_difference
 from tests.composition.way import WAYS, Way
 
@@ -87,7 +87,6 @@ def run_way(way: Way, wrapped: str) -> Gradients:
         options = {"execution": "reference"} | {name: options[name] for name in options if name == "reference"}
     optimizer = torch.optim.SGD(inner.parameters(), 0.5, momentum=0.9)
     policies = policies_of([way])
-    options |= validation_for(policies)
     engine = sbp.attach(model, policies, optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
     if wrapped == "after":
         model = DistributedDataParallel(inner, find_unused_parameters=unused)

@@ -8,7 +8,7 @@ from typing import Any
 from sparsebp_cli.policy.discovery import find_policy
 
 Options = dict[str, Any]
-_WEIGHING = {"importance", "evolved-sampling", "rollouts"}
+_WEIGHING = {"importance", "rollouts"}
 _CHOICE = {"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}
 
 
@@ -46,7 +46,6 @@ WAYS = (
     Way("selective-backprop", {"name": "selective-backprop", **_CHOICE}),
     Way("importance", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
     Way("rollouts", {"name": "rollouts", "keep": 0.5}),
-    Way("evolved-sampling", {"name": "evolved-sampling", "keep": 0.5, "weighted": True}),
     Way("rho", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
     Way("uniform", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", {"name": "frozen", "freeze": ["*.layers.0.*"]}),

@@ -54,15 +54,11 @@ def count_while_training(policy: Mapping[str, Any], options: Mapping[str, Any], 
     model = tiny_model("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     found = []
-    with sbp.attach(
-        model, dict(policy), optimizer=optimizer, num_steps=10 * at[-1], num_examples=ROWS * ROUND, **options
-    ) as engine:
+    with sbp.attach(model, dict(policy), optimizer=optimizer, num_steps=10 * at[-1], **options) as engine:
         for number in range(1, at[-1] + 1):
             given = batch(number)
             if "reference" in options:
                 given["reference_loss"] = torch.zeros(given["labels"].shape)
-            if policy["name"] == "evolved-sampling":
-                given["example_row"] = torch.arange(ROWS) + ROWS * (number % ROUND)
             _step(model, engine, given)
             optimizer.step()
             optimizer.zero_grad()

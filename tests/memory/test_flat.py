@@ -18,7 +18,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({}, {}),
     "dither": ({}, {}),
     "dropbp": ({"keep": 0.5}, {}),
-    "evolved-sampling": ({"keep": 0.5, "weighted": True}, {}),
     "freezeout": ({"start": 0.2}, {}),
     "frozen": ({"turn": "layers", "every": 2}, {}),
     "gact": ({"bits": 4}, {}),

@@ -25,7 +25,6 @@ def test_every_installed_policy_is_described(name) -> None:
         ("topk", [False, False]),
         ("tokens", [None, None]),  # mode
         ("random", [False, None]),  # weighted
-        ("evolved-sampling", [False, None]),  # weighted, which is off by default
         ("wta-crs", [False, True]),
     ],
 )

@@ -44,7 +44,6 @@ def refuse(
         ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
         ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "make the same decision"),
         ("infobatch", UnsupportedError, "built for the worker of a recipe"),
-        ("evolved-sampling", UnsupportedError, "a Trainer's batches do not identify their examples"),
         ("mezo", UnsupportedError, "estimates gradients without a backward, which a Trainer cannot"),
     ],
 )

@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.policy import Epoch, EpochSelector, Measure, ReadExamples, Stateful, Step, Visits, sampling
+from sparsebp_cli.policy import Epoch, EpochSelector, Step, Visits
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder
@@ -35,8 +35,6 @@ CPU = torch.device("cpu")
 SMALL = {"max_train_examples": 10}  # not a multiple of a step's 8: epochs begin within steps
 TRAINING = {"max_steps": 14, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "seed": 3}
 POLICY = {"name": "infobatch", "keep": 0.5}
-PRUNING = {"name": "evolved-pruning", "keep": 0.5}
-NAMES = ["infobatch", "evolved-pruning"]
 
 
 def history(run: RunFolder) -> History:
@@ -61,30 +59,7 @@ class InfoBatchByHand:
             self.losses[row] = loss
 
 
-class PruningByHand:
-    """Half of the examples, by the recursion of evolved sampling; those that were never seen come first."""
-
-    def __init__(self, num_examples: int, num_visits: int) -> None:
-        self.averages, self.seen = [1.0 / num_examples] * num_examples, dict[int, float]()
-
-    def weights(self, visited: int, generator: torch.Generator) -> list[float]:
-        number, rows = len(self.averages), sorted(self.seen)
-        num_drawn = max(1, number // 2 - (number - len(rows)))
-        if not rows:
-            return [1.0] * number
-        chance = sampling.water_fill(torch.tensor([self.seen[row] for row in rows]), num_drawn)
-        drawn = [rows[place] for place in sampling.draw(chance, num_drawn, generator).tolist()]
-        return [1.0 if row in drawn or row not in self.seen else 0.0 for row in range(number)]
-
-    def see(self, rows: list[int], losses: list[float]) -> None:
-        pairs = [(row, self.averages[row], loss) for row, loss in zip(rows, losses, strict=True)]
-        for row, average, loss in pairs:
-            self.seen[row], self.averages[row] = 0.2 * average + 0.8 * loss, 0.9 * average + 0.1 * loss
-
-
-def by_hand(
-    recipe: Recipe, rule_class: type[InfoBatchByHand | PruningByHand]
-) -> tuple[dict[str, Tensor], list[list[float]]]:
+def by_hand(recipe: Recipe) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Train as anybody would write it: an epoch is a list of rows with weights, and each example has a forward of its
     own. Return the parameters, and the weights of all examples in each epoch."""
     training = recipe.training
@@ -96,7 +71,7 @@ def by_hand(
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate)
     schedule = get_scheduler("linear", optimizer, training.warmup_steps, training.max_steps)
     size = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    rule = rule_class(len(examples), size * training.max_steps)
+    rule = InfoBatchByHand(len(examples), size * training.max_steps)
     epochs, queue, visited = list[list[float]](), list[tuple[int, float]](), 0
     for index in range(training.max_steps):
         while len(queue) < size:
@@ -128,14 +103,13 @@ def by_hand(
     return dict(model.named_parameters()), epochs
 
 
-@pytest.mark.parametrize(("policy", "rule"), [(POLICY, InfoBatchByHand), (PRUNING, PruningByHand)], ids=NAMES)
-def test_a_run_is_the_loop_by_hand(tiny_recipe, prepared, policy: Any, rule: Any) -> None:
-    recipe = tiny_recipe(training=TRAINING, dataset=SMALL, policy=[policy])
+def test_a_run_is_the_loop_by_hand(tiny_recipe, prepared) -> None:
+    recipe = tiny_recipe(training=TRAINING, dataset=SMALL, policy=[POLICY])
     run = prepared(recipe)
     told = history(run)
-    expected, epochs = by_hand(recipe, rule)
+    expected, epochs = by_hand(recipe)
     assert sum(0.0 in weights for weights in epochs) >= 4
-    assert (epochs[-1] == [1.0] * 10) == (policy is POLICY)
+    assert epochs[-1] == [1.0] * 10
     found = weights_of(run)
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-5, msg=name)
@@ -159,10 +133,7 @@ def test_keeping_everything_is_dense_to_the_last_bit(tiny_recipe, prepared) -> N
     assert "train/epoch" not in expected.metrics
 
 
-@pytest.mark.always("with-state")
-@pytest.mark.parametrize(
-    "policy", [[POLICY], [POLICY, {"name": "topk", "keep": 0.5}], [PRUNING]], ids=["alone", "with-topk", "with-state"]
-)
+@pytest.mark.parametrize("policy", [[POLICY], [POLICY, {"name": "topk", "keep": 0.5}]], ids=["alone", "with-topk"])
 def test_a_killed_run_resumes_to_the_same_bits(tiny_recipe, prepared, policy: list[Any]) -> None:
     recipe = tiny_recipe(
         training=TRAINING | {"max_steps": 30},
@@ -382,39 +353,6 @@ def _refuse(folder: Any, sections: str, text: str) -> None:
     with pytest.raises(RecipeError) as told:
         load_recipe(file)
     assert text in str(told.value)
-
-
-class Remembering(Given, Stateful):
-    """Counts the visits of every example."""
-
-    observes = property(lambda self: frozenset({ReadExamples}))
-
-    def measure(self, seen: Any, step: Step) -> Any:
-        return {"row": Measure(seen.examples.row_B)}
-
-    def init(self, rows: Any) -> Any:
-        return {"count_N": torch.zeros(len(rows))}
-
-    def observe(self, state: Any, observation: Any, step: Step) -> Any:
-        assert not observation["loss"]
-        (row_B,) = observation["row"].values()
-        return {"count_N": state["count_N"] + torch.bincount(row_B, minlength=len(state["count_N"]))}
-
-
-def test_a_policy_with_state_observes_every_micro_batch_and_goes_on_from_it() -> None:
-    order, resumed = _order(), _order()
-    for each in (order, resumed):
-        each.choose_epochs(Remembering(), num_steps=100, micro_batches=1)
-    counts: Counter[int] = Counter()
-    for number in range(7):
-        counts.update(names(order[number]))
-        order.see(number, torch.zeros(4))
-    state = order.state_dict()
-    assert state["state count_N"].tolist() == [counts[row] for row in range(10)]
-    resumed.load_state_dict(state)
-    assert torch.equal(resumed.state_dict()["state count_N"], state["state count_N"])
-    with pytest.raises(LookupError):
-        resumed.load_state_dict({name: value for name, value in state.items() if not name.startswith("state ")})
 
 
 def test_a_loop_of_ones_own_is_refused_by_name() -> None:

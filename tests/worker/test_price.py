@@ -41,8 +41,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "dense": [{}],
     "dither": [{}],
     "dropbp": [{"keep": 0.5}],
-    "evolved-pruning": [{"keep": 0.5}],
-    "evolved-sampling": [{"keep": 0.5}],
     "freezeout": [{}],
     "frozen": [
         {"turn": "layers", "every": 3},

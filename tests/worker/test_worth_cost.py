@@ -75,8 +75,6 @@ def names(*, sample: bool) -> list[str]:
 # of an epoch.
 NOT_HERE = frozenset(
     {
-        "evolved-pruning",
-        "evolved-sampling",
         "frozen",
         "infobatch",
         "max-child",

@@ -26,7 +26,6 @@ class Given:
         first: The step at which the engine begins, with the run's seed and its number of steps.
         num_layers: Number of the model's layers; 0 if unknown.
         linears: The sites of an engine at linears, with an empty ``batch_shape``.
-        num_examples: Rows of the training data; None if unknown.
         reference: The model with which a policy compares; a string: each batch contains the reference's losses.
         exclude: Globs over names of modules that policies ignore.
         packs: Whether a policy packs batches. It then also executes the choices of other policies.
@@ -37,7 +36,6 @@ class Given:
     first: Step = field(default_factory=lambda: Step(0))
     num_layers: int = 0
     linears: Sequence[Site] = ()
-    num_examples: int | None = None
     reference: nn.Module | str | None = None
     exclude: Sequence[str] = ()
     packs: bool = False

@@ -10,8 +10,7 @@ Shape letters: B examples, T positions, K kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -49,13 +48,7 @@ from sparsebp_cli.backward import (
 )
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ReadExamples, ReferenceReader, Score, Step
-from sparsebp_shelf.example.kind import (
-    EXAMPLE_ROW,
-    REFERENCE_COLUMN,
-    ExampleSelector,
-    WeightedExamples,
-    require_examples,
-)
+from sparsebp_shelf.example.kind import REFERENCE_COLUMN, ExampleSelector, WeightedExamples, require_examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,22 +60,16 @@ IGNORED = -100  # label of positions without a target
 _OF_LOSS = ("labels", "num_items_in_batch")
 
 
-def find_places(policy: ExampleSelector, model: nn.Module, given: Given) -> Sequence[int]:  # noqa: ARG001
-    """Return the rows of the training data, for a policy that reads them."""
-    return range(given.num_examples or 0) if policy.reads_rows else ()
-
-
 @final
 class ExampleExtension(EngineExtension):
     """Carry out an example selector's choices in one model.
 
-    Policies that read rows use ``num_examples``. Without a ``reference`` model, each batch needs the column
-    ``reference_loss``. Raises :class:`UnsupportedError` unless the model is, or wraps, a transformers model whose
-    forward computes the loss, or if the reference has another vocabulary.
+    Without a ``reference`` model, each batch needs the column ``reference_loss``. Raises :class:`UnsupportedError`
+    unless the model is, or wraps, a transformers model whose forward computes the loss, or if the reference has another
+    vocabulary.
     """
 
     policy: ExampleSelector
-    num_examples: int | None
     compares: bool
     states: PolicyStates
     scorer: Scorer | None
@@ -102,7 +89,7 @@ class ExampleExtension(EngineExtension):
                 f"{type(policy).__name__} chooses examples in the forward of a transformers model that gets "
                 f"labels, but this model is {type(model).__name__}"
             )
-        self.policy, self.model, self.states, self.num_examples = policy, found, given.states, given.num_examples
+        self.policy, self.model, self.states = policy, found, given.states
         self._patches = ForwardPatches()
         head: object = found.get_output_embeddings()
         what = f"{type(policy).__name__}, which scores examples,"
@@ -150,7 +137,6 @@ class ExamplesOverride(ForwardOverride):
         if args and args[0] is self._model:  # accelerate's wrapper passes the model itself first
             args = args[1:]
         # The model's own forward does not accept this argument. See decision 45.
-        row_B = kwargs.pop(EXAMPLE_ROW, None) if self._policy.reads_rows else None
         reference_BT = kwargs.pop(REFERENCE_COLUMN, None) if self._extension.compares else None
         if self.is_removed or not (training and self._engine.enabled):
             self._number = _count_examples(bind_arguments(self._model, args, kwargs))
@@ -174,8 +160,7 @@ class ExamplesOverride(ForwardOverride):
             )
         step, targets_B = self._states.show(self._policy, self._engine.now()), count_targets(labels)
         spent = ScoringCost(labels.device)
-        columns = {EXAMPLE_ROW: self._check_rows(row_B, len(labels)), REFERENCE_COLUMN: reference_BT}
-        choice = self._choose(arguments, columns, len(labels), step, spent)
+        choice = self._choose(arguments, reference_BT, len(labels), step, spent)
         if choice is None:
             self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
             return self._inner(**arguments)
@@ -198,43 +183,19 @@ class ExamplesOverride(ForwardOverride):
             return self._run_weighted(chosen, choice, targets if num_items is None else num_items, targets)
 
     def _choose(
-        self, arguments: Arguments, columns: Arguments, number: int, step: Step, spent: ScoringCost
+        self, arguments: Arguments, reference_BT: object, number: int, step: Step, spent: ScoringCost
     ) -> Tensor | WeightedExamples | None:
         """Return the policy's choice; count the cost of the scoring forward in ``spent``."""
-        row_B = columns[EXAMPLE_ROW]
-        assert row_B is None or isinstance(row_B, Tensor)
-        policy, examples = self._policy.at(step), Examples(number, row_B=row_B)
+        policy, examples = self._policy.at(step), Examples(number)
         if policy.needs_loss(step):
             with spent:
-                examples = replace(self._score(arguments, columns[REFERENCE_COLUMN]), row_B=row_B)
+                examples = self._score(arguments, reference_BT)
         if self._states.watches(self._policy, ReadExamples):
             seen = ReadExamples(self._states.next_forward(self._policy), examples)
             self._states.see(self._policy, seen, step)
         choice = policy.choose(examples, step)
         require_examples(policy, choice, number)
         return choice
-
-    def _check_rows(self, row_B: object, number: int) -> Tensor | None:
-        """Return the rows of a batch's examples; None unless the policy reads them."""
-        if not self._policy.reads_rows:
-            return None
-        name, most = type(self._policy).__name__, self._extension.num_examples
-        assert most is not None
-        if row_B is None:
-            raise UsageError(
-                f"{name} keeps state for each example of the data: the batch needs a column {EXAMPLE_ROW!r}, "
-                "int64 of shape (B,); it has the row of each example in the data"
-            )
-        if not isinstance(row_B, Tensor) or row_B.shape != (number,) or row_B.dtype != torch.int64:
-            got = f"{row_B.dtype} {tuple(row_B.shape)}" if isinstance(row_B, Tensor) else type(row_B).__name__
-            raise UsageError(f"the column {EXAMPLE_ROW} must be int64 of shape {(number,)}, got {got}")
-        if not 0 <= int(row_B.min()) <= int(row_B.max()) < most:
-            got = f"{int(row_B.min())} to {int(row_B.max())}"
-            raise UsageError(
-                f"the rows in the column {EXAMPLE_ROW} must be in [0, {most}), because of "
-                f"attach(num_examples={most}), got {got}"
-            )
-        return row_B
 
     def _run_weighted(
         self, chosen: dict[str, object], choice: WeightedExamples, num_items: Tensor | float, targets: Tensor
@@ -266,9 +227,8 @@ class ExamplesOverride(ForwardOverride):
         step, number = self._states.show(self._policy, self._engine.now()), self._number
         policy = self._policy.at(step)
         none_B = torch.zeros(number) if policy.needs_loss(step) else None
-        row_B = torch.zeros(number, dtype=torch.int64) if policy.reads_rows else None
         reference_B = none_B if self._extension.compares else None
-        examples = Examples(number, none_B, none_B if policy.reads_gradient_norm else None, reference_B, row_B)
+        examples = Examples(number, none_B, none_B if policy.reads_gradient_norm else None, reference_B)
         choice = policy.choose(examples, step)
         if choice is None:
             return 1.0

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 REFERENCE_COLUMN = "reference_loss"  # batch column: the reference model's loss of each token
-EXAMPLE_ROW = "example_row"  # batch column: the row of each example in the training data
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,6 @@ class ExampleSelector(Policy):
     @property
     def reads_gradient_norm(self) -> bool:
         """Whether ``choose`` reads the gradient norms at the logits beside losses; one forward gives both."""
-        return False
-
-    @property
-    def reads_rows(self) -> bool:
-        """Whether ``choose`` or ``observe`` reads which row of the training data each example is.
-
-        Policies that keep state for each example need it. Each batch then needs the column ``example_row``, and a
-        policy's ``init`` gets all rows as its places.
-        """
         return False
 
     @property
@@ -133,7 +123,6 @@ def require_examples(policy: ExampleSelector, choice: object, number: int) -> No
 def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:
     return {
         "weighs": policy.weighs,
-        "reads_rows": policy.reads_rows,
         "reads_weight": policy.reads_weight,
         "fits_head": policy.fits_head,
         "needs_num_steps": "start and end are shares of the training" if policy.needs_num_steps else "",
@@ -150,7 +139,6 @@ EXAMPLE_SELECTOR = Kind(
     "in the mean over draws, and the targets of the whole batch divide the loss. "
     "[Train only some tokens or examples](../guide/tokens.md)\n",
     extensions=((600, "sparsebp_shelf.example.fused:make_example_extension"),),
-    places="sparsebp_shelf.example.extension:find_places",
     suite="sparsebp_shelf.example.suite:check_example_selector",
     at_sites=True,
     shortens=True,

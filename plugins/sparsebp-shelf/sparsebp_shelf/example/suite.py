@@ -33,7 +33,7 @@ _MOST = 16  # most examples in a batch
 
 def check_example_selector(policy: ExampleSelector) -> None:
     """Check an example selector against every promise of the contract."""
-    check_state(policy, _places(policy))
+    check_state(policy, ())
     _check_choice(policy)
     _check_budget(policy)
     _check_repeatable(policy)
@@ -157,24 +157,18 @@ def _cases(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
 
 def _step(policy: ExampleSelector, index: int, num_steps: int) -> Step:
     known = num_steps if policy.needs_num_steps else None
-    return Step(index, seed=1, num_steps=known, state=first_state(policy, _places(policy)))
+    return Step(index, seed=1, num_steps=known, state=first_state(policy))
 
 
 def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
     """Return a batch with the scores that the policy reads, some of them equal."""
-    row_B = torch.arange(number).flip(0) if policy.reads_rows else None
     weight_B = torch.arange(1.0, number + 1) if policy.reads_weight else None
     if not policy.needs_loss(step):
-        return Examples(number, row_B=row_B, weight_B=weight_B)
+        return Examples(number, weight_B=weight_B)
     score_B = torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()
     compares = isinstance(policy, ReferenceReader) and policy.reads_reference
     norm_B = score_B + 0.5 if policy.reads_gradient_norm else None
-    return Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, row_B, weight_B=weight_B)
-
-
-def _places(policy: ExampleSelector) -> Sequence[int]:
-    """Return the rows of the data for the policy's initial state."""
-    return range(_MOST if policy.reads_rows else 0)
+    return Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, weight_B)
 
 
 def _index(choice: Tensor | WeightedExamples) -> Tensor:
