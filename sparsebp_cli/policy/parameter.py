@@ -62,21 +62,8 @@ class ParameterSelector(Policy):
 
     @property
     def sets_rates(self) -> bool:
-        """Whether :meth:`rates` or :meth:`rate_step` may change the optimizer's learning rate."""
+        """Whether :meth:`rate_step` may return an earlier step."""
         return False
-
-    def rates(self, parameters: Sequence[Parameter], step: Step) -> Mapping[str, float]:
-        """Return factors of the learning rate at a step.
-
-        Args:
-            parameters: All parameters that the model would train, as for :meth:`select`.
-            step: The step whose learning rate is scaled.
-
-        Returns:
-            Factors by name, at least 0; a missing name means 1.
-        """
-        del parameters, step
-        return {}
 
     def rate_step(self, parameters: Sequence[Parameter], step: Step) -> int:
         """Return the step whose learning rate applies: this one, or an earlier one at which the rate was last set.

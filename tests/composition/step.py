@@ -160,7 +160,6 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         _mask_gradients(trained, masks)
         if composition == "clipping":
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        _set_rates(policies, shown, trained, optimizer, number)
         before = _weights(model)
         optimizer.step()
         _put_back(trained, masks, before)
@@ -214,23 +213,6 @@ def _init_states(model: nn.Module, policies: Sequence[Policy], shown: Sequence[P
 def _num_steps(ways: Sequence[Way]) -> int:
     """Return 2, or 3 where a policy compares two steps and acts in the next."""
     return 3 if any(way.label == "autofreeze" for way in ways) else 2
-
-
-def _set_rates(
-    policies: Sequence[Policy],
-    shown: Sequence[Parameter],
-    trained: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    number: int,
-) -> None:
-    """Give each parameter a group of its own, with its own rate, if a policy sets rates."""
-    for policy in policies:
-        if isinstance(policy, ParameterSelector) and policy.sets_rates:
-            rates = policy.rates(shown, Step(number, seed=SEED, num_steps=NUM_STEPS))
-            (first, *_) = optimizer.param_groups
-            optimizer.param_groups = [
-                {**first, "params": [parameter], "lr": 0.5 * rates[name]} for name, parameter in trained.items()
-            ]
 
 
 def _observe(

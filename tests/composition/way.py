@@ -50,10 +50,8 @@ WAYS = (
     Way("uniform", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", {"name": "frozen", "turn": "layers"}),
-    Way("freezeout", {"name": "freezeout", "start": 0.2}),
     Way("autofreeze", {"name": "autofreeze", "every": 1}),
     Way("grades", {"name": "grades", "threshold": 1e9, "grace": 0.0}),
-    Way("grass", {"name": "grass", "every": 1, "at_once": 1}),
     Way("lossless", {"name": "lossless"}),
     Way("dropbp", {"name": "dropbp", "keep": 0.5}),
     Way("lcsb", {"name": "lcsb", "keep": 0.5}),
@@ -135,10 +133,8 @@ def _find_skipping_refusal(first: Way, second: Way) -> str:
 
 def _find_eager_refusal(way: Way) -> str:
     name, does = way.policy.get("name"), ""
-    if name in ("autofreeze", "grades", "grass"):
+    if name in ("autofreeze", "grades"):
         does = "observes gradients of parameters, which update='eager' frees during the backward"
-    elif name == "freezeout":
-        does = "sets learning rates, which update='eager' reads before the backward"
     return does and f"{_class_of(way)} {does}; use update='deferred'"
 
 

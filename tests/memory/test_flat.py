@@ -18,11 +18,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({}, {}),
     "dither": ({}, {}),
     "dropbp": ({"keep": 0.5}, {}),
-    "freezeout": ({"start": 0.2}, {}),
     "frozen": ({"turn": "layers", "every": 2}, {}),
     "gact": ({"bits": 4}, {}),
     "grades": ({"threshold": 1e9, "grace": 0.0}, {}),
-    "grass": ({"every": 2, "at_once": 1}, {}),
     "importance": ({"keep": 0.5, "threshold": 0.0}, {}),
     "layerdrop": ({}, {}),
     "lcsb": ({"keep": 0.5}, {}),
@@ -55,7 +53,9 @@ def test_every_policy_of_the_package_that_attaches_is_tried() -> None:
 
 @pytest.mark.promise("R34")
 # One of each way to keep something between steps; the others are of the same kinds.
-@pytest.mark.always("lossless", "topk", "rho", "importance", "grass", "max-child", "compact", "crs", "subnet", "tokens")
+@pytest.mark.always(
+    "lossless", "topk", "rho", "importance", "grades", "max-child", "compact", "crs", "subnet", "tokens"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_no_policy_gathers_anything_over_steps_of_changing_shapes(name: str) -> None:
     options, attached = CASES[name]

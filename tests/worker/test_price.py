@@ -31,7 +31,7 @@ from tests.plugin import find_ours
 from tests.worker.conftest import LLAMA
 
 # Trained by each run of the tests; the others, and dear options, by the long ones.
-OFTEN = {"dense", "uniform", "mezo", "lossless", "tokens", "layerdrop", "freezeout", "importance"}
+OFTEN = {"dense", "uniform", "mezo", "lossless", "tokens", "layerdrop", "autofreeze", "importance"}
 WHOLE = {"start": 0.0, "end": 1.0, "interrupt": 0}
 # Every built-in policy, as it is ordinarily set, and with the options that make it dear.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -41,7 +41,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "dense": [{}],
     "dither": [{}],
     "dropbp": [{"keep": 0.5}],
-    "freezeout": [{}],
     "frozen": [
         {"turn": "layers", "every": 3},
         {"freeze": ["*layers.0*"]},
@@ -50,7 +49,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "gact": [{"bits": 4}],
     "grades": [{"threshold": 0.9, "relative": True, "grace": 0.3}],
-    "grass": [{"every": 5, "optimizer_state": "drop"}],
     "importance": [{}, {"threshold": 0.0}, {"every": 7}],
     "infobatch": [{"keep": 0.5}],
     "layerdrop": [{}],
@@ -87,7 +85,7 @@ NEEDS: dict[str, dict[str, dict[str, object]]] = {
     "max-child": {"backward": {"sites": "nodes", "exclude": []}},
     "random-child": {"backward": {"sites": "nodes", "exclude": []}},
 }
-OBSERVING = {"autofreeze", "grades", "grass"}  # take the norm of each gradient at each step: 2 FLOPs an entry
+OBSERVING = {"autofreeze", "grades"}  # take the norm of each gradient at each step: 2 FLOPs an entry
 # PyTorch's counter leaves attention on a CPU out; its own formulas for that on a GPU are the oracle.
 ATEN = torch.ops.aten
 ON_CPU = {

@@ -89,7 +89,7 @@ NOT_HERE = frozenset(
 
 # Runs count the first steps and then few, and charge a step by those that were like it (StepPrice). In 16 steps a kind
 # of step may come once or twice and not be counted; the screening counts each of them here.
-RARE_KINDS = {"freezeout": 0.02, "layerdrop": 0.06, "selective-backprop": 0.02, "uniform": 0.02}
+RARE_KINDS = {"layerdrop": 0.06, "selective-backprop": 0.02, "uniform": 0.02}
 
 
 def check(opened: Open, make_recipe: MakeRecipe, name: str) -> None:
