@@ -44,7 +44,6 @@ WAYS: Ways = {
     "lcsb 0.5": {"name": "lcsb", "keep": 0.5},
     "lossless": {"name": "lossless"},
     "max-child": {"name": "max-child", **NODES},
-    "meprop 0.1 unified": {"name": "meprop", "keep": 0.1, "unified": True, **HEAD},
     "mvue 2:4": {"name": "mvue", **HEAD},
     "pld": {"name": "pld"},
     "random 0.25": {"name": "random", "keep": 0.25, **HEAD},

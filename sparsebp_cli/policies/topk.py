@@ -2,8 +2,9 @@
 
 Xu Sun, Xuancheng Ren, Shuming Ma and Houfeng Wang, "meProp: Sparsified Back Propagation for Accelerated Deep Learning
 with Reduced Overfitting" (ICML 2017), https://arxiv.org/abs/1706.06197. We differ: they keep k entries in each row
-(here ``along: elements, within: row``); we can also keep whole token rows, whole output features, blocks, two of every
-four neighbours, or single entries over the whole gradient.
+(here ``along: elements, within: row``) or the same k features of all rows (``along: columns``), and give the bias the
+whole gradient. We can also keep whole token rows, blocks, two of every four neighbours, or single entries over the
+whole gradient.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class TopK(StructuredSelector):
         saves=("time",),
         work="(1 + 2 * keep) / 3",
         memory="As dense.",
-        claimed="See meprop, whose rule is along: elements, within: row.",
+        claimed="Backpropagation 5.9 times as fast on MNIST and 18.6 in parsing, on a CPU, at even accuracy (along: "
+        "elements, within: row).",
         measured="Rows at a quarter: 2.0 times as fast a backward (log, 2026-11-21); no loss shown better than "
-        "dense's at equal cost (log, 2026-11-22 and 2026-11-23).",
+        "dense's at equal cost (log, 2026-11-22 and 2026-11-23). Single entries are never faster than dense here, "
+        "0.45 to 0.91 times at 10 % to 0.5 % kept (log, 2026-11-21).",
         code="lancopku/meProp, no licence.",
     )
 

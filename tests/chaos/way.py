@@ -46,8 +46,6 @@ WAYS: dict[str, Sections] = {
     "rho": _policy("rho", keep=0.5, reference="tiny"),  # the test has a model of the recipe's kind for it
     "infobatch": _policy("infobatch") | {"dataset": {"max_train_examples": 30}},  # epochs of up to 8 steps
     "crs": _policy("crs", keep=0.5, products="both"),
-    "meprop": _policy("meprop", keep=0.5),
-    "meprop unified": _policy("meprop", keep=0.5, unified=True),
     "mvue": _policy("mvue", products="both"),
     "vcas": _policy("vcas", every=3, tolerance=0.5, row_tolerance=0.5),
     "dropbp": _policy("dropbp", keep=0.5),

@@ -63,8 +63,6 @@ ENTRIES = (
     *_structured("topk"),
     Entry("topk", (("keep", 0.3), ("along", "rows"), ("within", "example"), ("error_feedback", True))),
     *_structured("random", weighted=True),
-    Entry("meprop", (("keep", 0.3), ("unified", False))),
-    Entry("meprop", (("keep", 0.3), ("unified", True))),
     Entry("mvue", (("products", "both"),)),
     Entry("dither"),
     Entry("vcas", (("every", 100),)),
@@ -89,7 +87,7 @@ class Refusal:
 
 
 CLASSES = {"max-child": "MaxChild", "random-child": "RandomChild"}
-INFORMED = {"crs": "CRS", "meprop": "MeProp", "mvue": "MVUE", "vcas": "VCAS"}
+INFORMED = {"crs": "CRS", "mvue": "MVUE", "vcas": "VCAS"}
 
 
 def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:

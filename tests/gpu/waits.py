@@ -44,8 +44,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "topk 2:4": ("topk", {"keep": 0.5, "along": "2:4"}, {}),
     **{f"random {along}": ("random", {"keep": 0.25, "along": along}, {}) for along in ("rows", "columns", "blocks")},
     "crs": ("crs", {"keep": 0.25}, {}),
-    "meprop": ("meprop", {"keep": 0.25}, {}),
-    "meprop unified": ("meprop", {"keep": 0.25, "unified": True}, {}),
     "mvue": ("mvue", {"products": "both"}, {}),
     "vcas": ("vcas", {}, {}),
     "dropbp": ("dropbp", {"keep": 0.5}, {}),

@@ -26,7 +26,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lcsb": ({"keep": 0.5}, {}),
     "lossless": ({}, {}),
     "max-child": ({}, {"sites": "nodes"}),
-    "meprop": ({"keep": 0.5}, {}),
     "mezo": ({}, {}),
     "mvue": ({}, {}),
     "pld": ({}, {}),

@@ -55,7 +55,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "lcsb": [{"keep": 0.5}],
     "lossless": [{"verify": "never"}, {"verify": "never", "prefixes": "separate"}],
     "max-child": [{}, {"lookahead": True}],
-    "meprop": [{"keep": 0.1}],
     "mezo": [{}],
     "mvue": [{}],
     "pld": [{}],
