@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from sparsebp_cli.policy.selection import Selection, Split
 
-Reading = Literal["input", "input_norm", "weight_norm", "output_norm"]
+Reading = Literal["input", "input_norm", "weight_norm"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,6 @@ class Seen:
     def weight_norm(self) -> Tensor:
         """Norm of the weights of each output feature, (O,)."""
         return self._read("weight_norm")
-
-    @property
-    def output_norm(self) -> Tensor:
-        """Norm of each row of the output in the forward, (N,)."""
-        return self._read("output_norm")
 
     def _read(self, name: Reading) -> Tensor:
         if name not in self.readings:

@@ -114,7 +114,7 @@ def not_with(option: str, condition: Condition, because: str, *, facts: Conditio
     return Rule(f"{{policy}} with {{{option}}} is not supported: {because}", policy=facts, options={option: condition})
 
 
-def needs(option: str, value: str, got: tuple[object, ...], because: str, *, facts: Conditions = NONE) -> Rule:
+def needs(option: str, value: str, got: tuple[object, ...], because: str) -> Rule:
     """Refuse all values of an option but one.
 
     Args:
@@ -122,13 +122,11 @@ def needs(option: str, value: str, got: tuple[object, ...], because: str, *, fac
         value: The value that is needed.
         got: Values that are refused.
         because: Reason, as the end of the sentence.
-        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
     """
-    text = f"{{policy}} needs {{{option}:{value}}}, got {{{option}:=}}: {because}"
-    return Rule(text, policy=facts, options={option: got})
+    return Rule(f"{{policy}} needs {{{option}:{value}}}, got {{{option}:=}}: {because}", options={option: got})
 
 
 def whole_weights(because: str = "it is not supported for sharded weights", *, facts: Conditions = NONE) -> Rule:
@@ -221,7 +219,6 @@ def not_beside(
     why: str,
     *,
     where: str = "forward",
-    other: Conditions = NONE,
     facts: Conditions = NONE,
     options: Conditions = NONE,
 ) -> Rule:
@@ -231,7 +228,6 @@ def not_beside(
         kinds: Names of the other policy's kinds.
         why: Reason, for the documentation.
         where: Part of a step on which both would act: ``forward``, ``backward`` or ``training``.
-        other: Further facts of the other policy.
         facts: Facts of the policies of this kind that are refused; empty: all of them.
         options: Options with which both are refused; empty: any options.
 
@@ -239,4 +235,4 @@ def not_beside(
         The rule.
     """
     text = f"{{other}} and {{policy}} in one {where} is not supported: give one of them"
-    return Rule(text, why, facts, {"kind": kinds, **other}, options)
+    return Rule(text, why, facts, {"kind": kinds}, options)

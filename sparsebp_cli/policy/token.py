@@ -64,16 +64,14 @@ class TokenChoice:
         carries_BT: Positions that carry gradient: at least the trained ones, and no padding. Only the modes
             ``detach`` and ``stop`` use it.
         weight_BT: Factor of the loss of each trained position, (B, T), floating-point, finite, at least 0; other
-            entries are ignored. 1 / probability makes a random choice unbiased. None: the loss is the mean over the
-            trained positions. Weights need the model's own loss, so pass it the labels.
-        denominator: Divisor of the sum of the weighted losses. ``targets``: the number of all targets. ``weights``: the
-            sum of the weights, which yields a weighted mean and is biased. Ignored without weights.
+            entries are ignored. The number of all targets divides the sum of the weighted losses, so 1 / probability
+            makes a random choice unbiased. None: the loss is the mean over the trained positions. Weights need the
+            model's own loss, so pass it the labels.
     """
 
     trained_BT: torch.Tensor
     carries_BT: torch.Tensor
     weight_BT: torch.Tensor | None = None
-    denominator: Literal["targets", "weights"] = "targets"
 
 
 class TokenSelector(ReferenceReader):

@@ -295,13 +295,12 @@ def ask(policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step) -> Se
     if not isinstance(policy, InformedSelector):
         return policy.select(grad_NO, site, step)
     generator = torch.Generator().manual_seed(len(grad_NO))
-    x, output = (torch.randn(len(grad_NO), 4, generator=generator).to(grad_NO.dtype) for _ in range(2))
+    x = torch.randn(len(grad_NO), 4, generator=generator).to(grad_NO.dtype)
     weight = torch.randn(grad_NO.shape[1], 4, generator=generator).to(grad_NO.dtype)
     known: dict[Reading, Tensor] = {
         "input": x,
         "input_norm": choice.norm(x, 1),
         "weight_norm": choice.norm(weight, 1),
-        "output_norm": choice.norm(output, 1),
     }
     readings = {name: known[name] for name in policy.reads}
     return policy.choose(Seen(grad_NO, readings=readings), site, step)

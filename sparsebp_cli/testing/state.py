@@ -142,7 +142,7 @@ def _show(places: Sequence[Named | int], seed: int) -> list[Observed]:
     examples = Examples(NUM_ROWS, loss_B=draw(NUM_ROWS), gradient_norm_B=draw(NUM_ROWS))
     target_BT = torch.ones(2, NUM_ROWS, dtype=torch.bool)
     scores: dict[Score, Tensor] = {score: draw(2, NUM_ROWS) for score in get_args(Score)}
-    readings: dict[Reading, Tensor] = {"input_norm": draw(NUM_ROWS), "output_norm": draw(NUM_ROWS)}
+    readings: dict[Reading, Tensor] = {"input_norm": draw(NUM_ROWS)}
     shown: list[Observed] = [ReadExamples("0", examples), ReadTokens("0", Tokens(None, target_BT, target_BT, scores))]
     for site in sites:
         size = site.num_features

@@ -117,8 +117,7 @@ def _parts(choice: TokenChoice, tokens: Tokens) -> Tensor:
     """Return the factor of each position's loss in the loss of the batch."""
     if choice.weight_BT is None:
         return choice.trained_BT.double() / choice.trained_BT.sum()
-    weight_BT = choice.weight_BT.double() * choice.trained_BT
-    return weight_BT / (tokens.target_BT.sum() if choice.denominator == "targets" else weight_BT.sum())
+    return choice.weight_BT.double() * choice.trained_BT / tokens.target_BT.sum()
 
 
 def _check_resume(policy: TokenSelector) -> None:

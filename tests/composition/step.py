@@ -308,7 +308,6 @@ def _choose(policy: ExampleSelector, examples: Examples, ids_BT: Tensor, step: S
         return ids_BT, None
     if isinstance(choice, Tensor):
         return ids_BT[choice], None
-    assert choice.denominator == "targets"
     return ids_BT[choice.index_K], choice.weight_K
 
 

@@ -24,8 +24,6 @@ GIVEN: list[Tensor] = []  # what the policy below trains, and its weights
 class Weighted(Nothing, TokenSelector):
     """Trains and weighs as the test says."""
 
-    denominator: str = "targets"
-
     @property
     def needs(self) -> frozenset[Any]:
         return frozenset()
@@ -36,7 +34,7 @@ class Weighted(Nothing, TokenSelector):
 
     def choose(self, tokens: Tokens, step: Step) -> TokenChoice:
         chosen_BT, weight_BT = GIVEN
-        return TokenChoice(chosen_BT, chosen_BT, weight_BT, self.denominator)  # type: ignore[arg-type]
+        return TokenChoice(chosen_BT, chosen_BT, weight_BT)
 
 
 def given(num_trained: int = 9) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -76,25 +74,21 @@ def train(model: Any, arguments: dict[str, Tensor], policy: Any, **options: Any)
 
 
 @pytest.mark.parametrize("execution", ["fast", "reference"])
-@pytest.mark.parametrize("denominator", ["targets", "weights"])
 @pytest.mark.parametrize("num_trained", [9, 1000], ids=["some", "all"])
-def test_the_loss_is_the_weighted_sum_over_what_the_policy_names(
-    num_trained: int, denominator: str, execution: str
-) -> None:
+def test_the_loss_is_the_weighted_sum_over_all_targets(num_trained: int, execution: str) -> None:
     model = tiny_decoder("llama")
     arguments, *GIVEN[:] = given(num_trained)
     targets = int((arguments["labels"][:, 1:] != -100).sum())
     factor_BT = GIVEN[0] * GIVEN[1]
-    divisor = targets if denominator == "targets" else factor_BT.sum()
-    expected = (losses(model, arguments) * factor_BT).sum() / divisor
+    expected = (losses(model, arguments) * factor_BT).sum() / targets
     wanted = gradients(model, expected)
-    loss, found = train(model, arguments, Weighted(denominator=denominator), execution=execution)
+    loss, found = train(model, arguments, Weighted(), execution=execution)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     # with the number of targets of all micro-batches, as a Trainer passes it
     step = arguments | {"num_items_in_batch": torch.tensor(100)}
-    whole, _ = train(model, step, Weighted(denominator=denominator), execution=execution)
+    whole, _ = train(model, step, Weighted(), execution=execution)
     torch.testing.assert_close(whole, expected.detach() * targets / 100, rtol=1e-5, atol=1e-6)
 
 

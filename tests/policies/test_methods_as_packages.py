@@ -26,7 +26,7 @@ CASES = [
     ("grades", {"threshold": 0.9, "grace": 0.3, "relative": True}),
     ("grades", {"threshold": 0.9, "grace": 0.3, "relative": True, "by": "random"}),
     ("importance", {"keep": 0.5, "every": 2, "threshold": 1.05}),
-    ("importance", {"keep": 0.4, "threshold": 0.0, "denominator": "weights"}),
+    ("importance", {"keep": 0.4, "threshold": 0.0}),
     ("importance", {"keep": 0.5, "every": 3, "smoothing": 0.5}),
 ]
 

@@ -28,7 +28,6 @@ class Weighted(Nothing, ExampleSelector):
 
     index: list[int]
     weight: list[float]
-    denominator: str = "targets"
 
     @property
     def budget(self) -> float:
@@ -42,7 +41,7 @@ class Weighted(Nothing, ExampleSelector):
         return False
 
     def choose(self, examples: Examples, step: Step) -> WeightedExamples:
-        return WeightedExamples(torch.tensor(self.index), torch.tensor(self.weight), self.denominator)  # type: ignore[arg-type]
+        return WeightedExamples(torch.tensor(self.index), torch.tensor(self.weight))
 
 
 def gradients(model: Any) -> list[Tensor]:
@@ -77,15 +76,13 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("denominator", ["targets", "weights"])
-def test_the_loss_is_the_weighted_sum_over_the_targets_that_the_policy_names(family: str, denominator: str) -> None:
+def test_the_loss_is_the_weighted_sum_over_the_targets_of_the_whole_batch(family: str) -> None:
     options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
     model, arguments = tiny_decoder(family, **options), batch(4)
     count_B = [int((arguments["labels"][n, 1:] != -100).sum()) for n in range(4)]
     assert len(set(count_B)) > 1, "examples of equal length would hide a mean over examples"
-    whole = sum(count_B) if denominator == "targets" else 3.0 * count_B[0] + 0.5 * count_B[2]
-    factors = [3.0 * count_B[0] / whole, 0.5 * count_B[2] / whole]
-    policy = Weighted(index=[0, 2], weight=[3.0, 0.5], denominator=denominator)
+    factors = [3.0 * count_B[0] / sum(count_B), 0.5 * count_B[2] / sum(count_B)]
+    policy = Weighted(index=[0, 2], weight=[3.0, 0.5])
     assert_same(train(model, arguments, policy), weighted_by_hand(model, arguments, [0, 2], factors))
     # with the number of targets of all micro-batches, as a Trainer passes it
     loss, _ = train(model, arguments | {"num_items_in_batch": torch.tensor(100)}, policy)
@@ -252,4 +249,3 @@ def test_everything_kept_is_dense_bit_for_bit() -> None:
 def test_its_control_draws_as_many_uniformly() -> None:
     assert Importance(keep=0.25).control == {"name": "uniform", "start": 0, "end": 1, "interrupt": 0, "keep": 0.25}
     assert Importance(keep=1.0).control is None
-    assert not Importance(denominator="weights").unbiased

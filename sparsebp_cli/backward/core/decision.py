@@ -234,11 +234,6 @@ class SiteDecisions:
         selector = self._selector_at(site)
         return selector.reads if isinstance(selector, InformedSelector) else frozenset()
 
-    def selection_at(self, site: Site) -> type[Selection] | None:
-        """Return the type that the policy at a site selects, the same at all steps; None: the site stays dense."""
-        selector = self._selector_at(site)
-        return None if selector is None else selector.selection
-
     def decide(
         self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | None]:

@@ -86,9 +86,6 @@ class Decisions(Protocol):
     def reads_at(self, site: Site) -> frozenset[Reading]:
         """Return the tensors that the policy at a site reads besides the gradient."""
 
-    def selection_at(self, site: Site) -> type[Selection] | None:
-        """Return the type that the policy at a site selects, the same at all steps; None: the site stays dense."""
-
 
 class SiteEngine(EngineView, Protocol):
     """The part of the engine that a site uses: sites also request decisions."""

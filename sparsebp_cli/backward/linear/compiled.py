@@ -31,8 +31,6 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Reading, choice
 
 LAYOUTS: tuple[WeightLayout, ...] = (LinearLayout(), Conv1DLayout(), MatmulLayout())
-# Tensors that a policy may read in a graph. The norm of the output is unknown before the operator has run.
-READABLE: frozenset[Reading] = frozenset(("input", "input_norm", "weight_norm"))
 
 
 # Weak references, since numbers are never released, and an engine must not live as long as the process.
@@ -63,7 +61,7 @@ def require_site(number: int) -> object:
 
 
 def run_in_graph(module: nn.Module, x: Tensor, site: int, layout: WeightLayout, reads: frozenset[Reading]) -> Tensor:
-    """Run a linear layer while torch.compile traces; ``reads`` are the policy's, a subset of :data:`READABLE`."""
+    """Run a linear layer while torch.compile traces; ``reads`` are the policy's."""
     weight, bias = weight_of(module), cast("Tensor | None", module.bias)
     needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if not (needs_grad and torch.is_grad_enabled()):

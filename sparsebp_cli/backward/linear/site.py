@@ -24,7 +24,7 @@ from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.attention import AttentionOverride, find_attentions
-from sparsebp_cli.backward.linear.compiled import LAYOUTS, READABLE, register, run_in_graph
+from sparsebp_cli.backward.linear.compiled import LAYOUTS, register, run_in_graph
 from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
 from sparsebp_cli.backward.linear.function import (
     LinearCost,
@@ -35,7 +35,7 @@ from sparsebp_cli.backward.linear.function import (
 )
 from sparsebp_cli.backward.linear.input_saver import SavesInputs
 from sparsebp_cli.backward.linear.quantized import find_layout
-from sparsebp_cli.backward.linear.reading import SharedNorm, read_before, row_norm
+from sparsebp_cli.backward.linear.reading import SharedNorm, read_before
 from sparsebp_cli.backward.observe.example_rows import TIME_FIRST, UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.observe.internals import are_transforms_active
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free, uncompiled
@@ -207,7 +207,7 @@ class LinearOverride(ForwardOverride, SelectionSource):
         self._run_saving = self._save_and_run if saving is None else uncompiled(self._save_and_run)
         self._last: tuple[object, Site, LinearCost] = _NOTHING_YET
         self._number = register(self)  # the number of this site in compiled graphs
-        self._fits_graph = saving is None and form in LAYOUTS and self._reads <= READABLE
+        self._fits_graph = saving is None and form in LAYOUTS
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
@@ -262,11 +262,7 @@ class LinearOverride(ForwardOverride, SelectionSource):
         with torch.no_grad():
             weight_OD = self.form.by_output(self.form.restore(weight_of(self.module), x.dtype))
             call.readings.update(read_before(call.reads, x, weight_OD, self._norms))
-        output = run_linear(self.module, x, call)
-        if "output_norm" in call.reads:
-            with torch.no_grad():
-                call.readings["output_norm"] = row_norm(output)
-        return output
+        return run_linear(self.module, x, call)
 
     def _count_dense_rows(self, x: Tensor, forward: ShortForward) -> int:
         """Return the number of rows that the dense forward has for a call."""

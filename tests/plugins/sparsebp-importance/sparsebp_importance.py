@@ -6,7 +6,7 @@ The gain that decides whether it pays is a measure of its own: no other file kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, final
 
 import torch
 from pydantic import Field, PositiveInt
@@ -30,7 +30,6 @@ class Importance(Stateful[object], ExampleSelector):
     )
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="Of the running mean of the gain.")
     every: PositiveInt = Field(10, description="Steps between two measurements while examples are uniform.")
-    denominator: Literal["targets", "weights"] = Field("targets", description="What divides the weighted losses.")
 
     @property
     def exact(self) -> bool:
@@ -38,7 +37,7 @@ class Importance(Stateful[object], ExampleSelector):
 
     @property
     def unbiased(self) -> bool:
-        return self.exact or self.denominator == "targets"
+        return True
 
     @property
     def budget(self) -> float:
@@ -88,4 +87,4 @@ class Importance(Stateful[object], ExampleSelector):
             assert examples.gradient_norm_B is not None
             norm_B = examples.gradient_norm_B.cpu()
         kept = choice.count_kept(self.keep, examples.number)
-        return WeightedExamples(*sampling.draw_by_score(norm_B, kept, step.generator(examples)), self.denominator)
+        return WeightedExamples(*sampling.draw_by_score(norm_B, kept, step.generator(examples)))

@@ -180,7 +180,7 @@ class ExamplesOverride(ForwardOverride):
         with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
             if isinstance(choice, Tensor):
                 return self._inner(**chosen)
-            return self._run_weighted(chosen, choice, targets if num_items is None else num_items, targets)
+            return self._run_weighted(chosen, choice, targets if num_items is None else num_items)
 
     def _choose(
         self, arguments: Arguments, reference_BT: object, number: int, step: Step, spent: ScoringCost
@@ -197,27 +197,20 @@ class ExamplesOverride(ForwardOverride):
         require_examples(policy, choice, number)
         return choice
 
-    def _run_weighted(
-        self, chosen: dict[str, object], choice: WeightedExamples, num_items: Tensor | float, targets: Tensor
-    ) -> object:
-        """Run the chosen examples, and divide the weighted sum of their losses.
-
-        The divisor is ``num_items``, or the fraction of it that the weighted targets are of the batch's ``targets``.
-        """
+    def _run_weighted(self, chosen: dict[str, object], choice: WeightedExamples, num_items: Tensor | float) -> object:
+        """Run the chosen examples, and divide the weighted sum of their losses by ``num_items``."""
         labels, return_dict = _tensor(chosen, "labels"), chosen.pop("return_dict", None)
         # Only the first forward computes the model's own loss, to compare it with ours. See decision 5.
         given = chosen if not self._is_compared else {name: chosen[name] for name in chosen if name not in _OF_LOSS}
         output: Any = self._inner(**given, return_dict=True)
-        logits, target_K = check_logits(output.logits, labels), count_targets(labels)
+        logits = check_logits(output.logits, labels)
         sum_K = sum_losses(logits, labels)
         if not self._is_compared:
-            divisor = chosen.get("num_items_in_batch", target_K.sum())
+            divisor = chosen.get("num_items_in_batch", count_targets(labels).sum())
             assert isinstance(divisor, Tensor | int | float)
             compare_losses(float(output.loss.detach()), float(sum_K.detach().sum() / divisor), logits.dtype)
             self._is_compared = True
         weight_K = choice.weight_K.to(sum_K)
-        if choice.denominator == "weights":
-            num_items = num_items * ((weight_K * target_K).sum() / targets.clamp(min=1))
         divisor = torch.as_tensor(num_items, device=sum_K.device).clamp(min=torch.finfo(sum_K.dtype).tiny)
         output = with_changes(output, loss=(weight_K * sum_K).sum() / divisor)
         return output.to_tuple() if return_dict is False else output

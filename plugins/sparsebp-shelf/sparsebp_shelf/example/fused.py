@@ -98,8 +98,6 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
         factor_K = torch.full((len(index_K),), number / len(index_K))
         if not isinstance(choice, Tensor):
             factor_K = choice.weight_K.float()
-            if choice.denominator == "weights":
-                factor_K = factor_K * (number / factor_K.sum())
         index_K, factor_K = (
             upload(label_BT.device, v)[0] if v.device.type == "cpu" else v for v in (index_K, factor_K)
         )

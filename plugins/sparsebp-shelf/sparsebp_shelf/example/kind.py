@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from sparsebp_cli.policy import Examples, Kind, Policy, Step, returned, rule
 
@@ -24,16 +24,13 @@ class WeightedExamples:
 
     Args:
         index_K: Their numbers in the batch, int64, ascending, each once, at least one.
-        weight_K: Factor of each one's loss, at least 0, finite; 1 / probability makes a random choice unbiased.
-        denominator: Divisor of the sum of the weighted losses. ``targets``: the number of targets of the whole batch,
-            chosen or not. Weights of 1 / probability then give the gradient of all examples in the mean. ``weights``:
-            the sum over chosen examples of targets times weight. The loss is then a weighted mean, which is biased and
-            never exceeds the largest loss.
+        weight_K: Factor of each one's loss, at least 0, finite. The number of targets of the whole batch, chosen or
+            not, divides the sum of the weighted losses. So 1 / probability gives the gradient of all examples in the
+            mean.
     """
 
     index_K: torch.Tensor
     weight_K: torch.Tensor
-    denominator: Literal["targets", "weights"] = "targets"
 
 
 class ExampleSelector(Policy):

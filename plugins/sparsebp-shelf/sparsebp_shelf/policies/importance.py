@@ -13,7 +13,7 @@ Shape letters: B examples of a batch, K drawn.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field, PositiveInt
 from typing_extensions import override
@@ -45,6 +45,8 @@ class Importance(Stateful[object], KeptExamples):
         code="idiap/importance-sampling, MIT, Keras; not read.",
     )
 
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (("denominator", "targets"),)
+
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1 / 3, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
     )
@@ -62,18 +64,10 @@ class Importance(Stateful[object], KeptExamples):
     every: PositiveInt = Field(
         10, description="Number of steps between two measurements of the gain while examples are drawn uniformly."
     )
-    denominator: Literal["targets", "weights"] = Field(
-        "targets",
-        description=(
-            "Divisor of the sum of the weighted losses. targets: the number of targets of the whole batch; "
-            "unbiased. weights: the weighted number of targets of the drawn examples; biased, but with less "
-            "variance."
-        ),
-    )
 
     @property
     def unbiased(self) -> bool:
-        return self.exact or self.denominator == "targets"
+        return True
 
     @property
     @override
@@ -125,7 +119,7 @@ class Importance(Stateful[object], KeptExamples):
         if self.is_weighing(step):
             assert examples.gradient_norm_B is not None
             norm_B = examples.gradient_norm_B
-        return WeightedExamples(*self.draw(norm_B, examples, step), self.denominator)
+        return WeightedExamples(*self.draw(norm_B, examples, step))
 
 
 def measure_gain(norm_B: Tensor) -> Tensor:

@@ -99,10 +99,8 @@ def _weights(policy: TokenSelector, choice: TokenChoice) -> Tensor:
     """
     weight_1R = choice.trained_BT.float()
     if choice.weight_BT is not None:
-        weight_1R = weight_1R * choice.weight_BT.to(weight_1R)
-        if choice.denominator == "targets":
-            return weight_1R
-    elif not policy.unbiased:
+        return weight_1R * choice.weight_BT.to(weight_1R)
+    if not policy.unbiased:
         return weight_1R
     return weight_1R * (weight_1R.numel() / weight_1R.sum().clamp(min=torch.finfo(weight_1R.dtype).tiny))
 

@@ -110,21 +110,17 @@ def weigh(loss_N: Tensor, model: nn.Module, marks: PositionMask) -> Tensor:
 
 def weighted_loss(loss_N: Tensor, choice: TokenChoice, num_items: NumItems, marks: PositionMask) -> Tensor:
     """Return the weighted sum of the trained positions' losses, in the order of the positions, divided by the number of
-    targets of the step. With ``denominator: weights`` multiply the divisor by the mean weight of this batch's targets.
+    targets of the step.
 
     ``num_items`` is the number of targets in all micro-batches of a step, None for this batch. Without trained
     positions ``loss_N`` has one placeholder, which does not count.
     """
-    num_targets = int(marks.target.sum())
     if not bool(marks.trained.any()):
         return loss_N.sum() * 0.0
     assert choice.weight_BT is not None
     index_N = upload(loss_N.device, marks.trained.flatten().nonzero().flatten())[0]
     weight_N = choice.weight_BT.flatten().to(loss_N).index_select(0, index_N)
-    divisor = num_targets if num_items is None else num_items
-    if choice.denominator == "weights":
-        divisor = divisor * (weight_N.sum() / num_targets)
-    return (weight_N * loss_N).sum() / divisor
+    return (weight_N * loss_N).sum() / (int(marks.target.sum()) if num_items is None else num_items)
 
 
 def token_losses(logits_NV: Tensor, label_N: Tensor) -> Tensor:
