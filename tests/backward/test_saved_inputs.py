@@ -66,7 +66,7 @@ class Save(Nothing, InputSaver):
             case "SavedSketch":
                 saved = SavedSketch.of(x_ND, choice.count_kept(0.25, num_rows), generator, "rademacher")
             case "SavedProjection":
-                saved = SavedProjection.of(x_ND, choice.count_kept(0.25, num_features), generator, "gaussian")
+                saved = SavedProjection.of(x_ND, choice.count_kept(0.25, num_features), generator)
             case "SavedDirection":
                 saved = SavedDirection.of(x_ND, SavedDirection.mean_direction(x_ND, 4))
             case "SavedCodes":

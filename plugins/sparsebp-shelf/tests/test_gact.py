@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Site, Step, make_policies
+from sparsebp_cli.policy import Site, Step
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_shelf.policies.gact import GACT
 from sparsebp_shelf.policies.saved_codes import SavedCodes
@@ -55,13 +55,6 @@ def test_mean_and_variance_over_draws_are_those_of_stochastic_rounding(bits: Bit
     assert bool(within.all())
 
 
-def test_the_nearest_value_is_never_further_than_half_a_step() -> None:
-    x = some()
-    saved = save(GACT(rounding="nearest"), x)
-    error = (saved.restore() - x).view(-1).abs().view(-1, 256)
-    assert bool((error <= 0.5 * saved.step_G[:, None] * (1 + 1e-5)).all())
-
-
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("shape", [(32, 24), (7, 5), (1, 1)])
 def test_bytes_are_those_of_the_formula_and_a_last_group_is_filled_up(bits: Bits, shape: tuple[int, int]) -> None:
@@ -84,10 +77,3 @@ def test_an_entry_that_is_not_finite_stays_so() -> None:
     x = some()
     x[3, 3] = float("nan")
     assert bool(save(GACT(), x).restore()[3, 3].isnan())
-
-
-def test_rounding_to_the_nearest_is_controlled_by_rounding_at_random() -> None:
-    assert GACT().control is None
-    control = GACT(rounding="nearest", bits=8).control
-    assert control is not None
-    assert list(make_policies(control)) == [GACT(bits=8)]

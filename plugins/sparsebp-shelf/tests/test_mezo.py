@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.composition import PolicyFacts, Setup, find_refusals
-from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Stateful, Step
 from sparsebp_cli.testing import check_policy
 from sparsebp_shelf.estimator import DirectionDraw, GradientEstimator, MeZO
@@ -39,21 +39,20 @@ def bits(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def directions(model: nn.Module, index: int, number: int = 0, seed: int = 3) -> dict[str, Tensor]:
+def direction(model: nn.Module, index: int, seed: int = 3) -> dict[str, Tensor]:
     step = Step(index, seed=seed)
     return {
-        name: torch.randn(p.shape, generator=step.generator(DirectionDraw(number, name)))
+        name: torch.randn(p.shape, generator=step.generator(DirectionDraw(name)))
         for name, p in model.named_parameters()
     }
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_the_mean_of_its_draws_is_the_gradient_of_a_quadratic(number: int) -> None:
+def test_the_mean_of_its_draws_is_the_gradient_of_a_quadratic() -> None:
     model = Quadratic()
     model().backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     found = []
-    engine = sbp.attach(model, MeZO(scale=0.1, directions=number))
+    engine = sbp.attach(model, MeZO(scale=0.1))
     for _ in range(2000):
         model.zero_grad()
         engine.estimate(model)
@@ -69,7 +68,7 @@ def test_a_step_with_sgd_is_that_of_the_paper() -> None:
     by_hand = tiny_model("llama", attention_dropout=0.1).eval()
     for index in range(3):
         batches = [tokens(10 * index), tokens(10 * index + 1)]
-        z = directions(by_hand, index)
+        z = direction(by_hand, index)
         losses = []
         for sign in (1.0, -2.0):
             for name, p in by_hand.named_parameters():
@@ -88,7 +87,7 @@ def test_a_step_with_sgd_is_that_of_the_paper() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_generators_and_modes_are_left_to_the_last_bit(dtype: torch.dtype) -> None:
-    model, _, engine = made(MeZO(directions=2))
+    model, _, engine = made()
     model.to(dtype)
     model.model.layers[0].eval()
     before, state = bits(model), torch.get_rng_state()
@@ -201,18 +200,14 @@ class _Plugin(GradientEstimator):
         return True
 
     @property
-    def num_directions(self) -> int:
-        return 1
-
-    @property
     def shifts(self) -> tuple[float, ...]:
         return 0.5, 0.0
 
     def draw(self, shape: Any, generator: torch.Generator) -> Tensor:
         return torch.randn(tuple(shape), generator=generator)
 
-    def estimate(self, loss_PS: Any, step: Step) -> list[float]:
-        return [(above - below) / 0.5 for above, below in loss_PS]
+    def estimate(self, loss_S: Any, step: Step) -> float:
+        return (loss_S[0] - loss_S[-1]) / 0.5
 
 
 class _OneSided(_Plugin):
@@ -230,13 +225,13 @@ class _Global(_Plugin):
 
 
 class _Double(_Plugin):
-    def estimate(self, loss_PS: Any, step: Step) -> list[float]:
-        return [2.0 * (above - below) / 0.5 for above, below in loss_PS]
+    def estimate(self, loss_S: Any, step: Step) -> float:
+        return 2.0 * (loss_S[0] - loss_S[1]) / 0.5
 
 
 class _Bent(_Plugin):
-    def estimate(self, loss_PS: Any, step: Step) -> list[float]:
-        return [(above - below) ** 2 for above, below in loss_PS]
+    def estimate(self, loss_S: Any, step: Step) -> float:
+        return (loss_S[0] - loss_S[1]) ** 2
 
 
 class _OnePoint(_Plugin):
@@ -247,7 +242,7 @@ class _OnePoint(_Plugin):
 
 def test_the_suite_passes_what_keeps_the_contract() -> None:
     check_policy(_OneSided())
-    check_policy("mezo", directions=3, scale=0.5)
+    check_policy("mezo", scale=0.5)
 
 
 @pytest.mark.parametrize(
@@ -263,16 +258,6 @@ def test_the_suite_passes_what_keeps_the_contract() -> None:
 def test_the_suite_finds_a_broken_promise(policy: type[GradientEstimator], text: str) -> None:
     with pytest.raises(AssertionError, match=text):
         check_policy(policy())
-
-
-def test_a_wrong_number_of_coefficients_is_refused() -> None:
-    class Two(_Plugin):
-        def estimate(self, loss_PS: Any, step: Step) -> list[float]:
-            return [1.0, 2.0]
-
-    model = Quadratic()
-    with pytest.raises(PolicyError, match="must return one coefficient for each direction, got 2 for 1 directions"):
-        sbp.attach(model, Two()).estimate(model)
 
 
 def test_a_state_is_refused_by_name() -> None:

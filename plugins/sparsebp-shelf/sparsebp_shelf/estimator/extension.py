@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sparsebp_cli.backward import DensePass, EngineExtension, PassEstimate
-from sparsebp_cli.errors import PolicyError, UsageError
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Step
 from sparsebp_shelf.estimator.kind import DirectionDraw, GradientEstimator
 
@@ -35,7 +35,7 @@ class EstimatorExtension(EngineExtension):
         self.policy, self._model = policy, model
 
     def install(self, engine: EngineView) -> None:
-        number = self.policy.num_directions * len(self.policy.shifts)
+        number = len(self.policy.shifts)
         engine.notes["estimate"] = (
             f"{type(self.policy).__name__} estimates gradients from {number} forwards of each micro-batch in "
             "evaluation mode, without dropout; there is no backward"
@@ -52,19 +52,18 @@ class EstimatorExtension(EngineExtension):
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the fractions of a dense pass: no backward."""
-        number = float(self.policy.num_directions * len(self.policy.shifts))
         flops = dense.flops
         return PassEstimate(
             backward=dict.fromkeys(flops.backward, 0.0),
             recomputed=dict.fromkeys([*flops.recomputed, *flops.forward], 0.0),
-            forward=dict.fromkeys(flops.forward, number),
+            forward=dict.fromkeys(flops.forward, float(len(self.policy.shifts))),
         )
 
     @override
     def estimate(self, forward: Callable[[], Tensor], step: Step) -> Tensor:
         """Add the estimate for one micro-batch to ``.grad`` of the trained parameters, and return its mean loss.
 
-        The mean is over all points. Raises :class:`PolicyError` unless the policy returns one coefficient a direction.
+        The mean is over all points.
         """
         step = replace(step, micro_batch=0, call=0, rank=0)
         policy = self.policy.at(step)
@@ -77,35 +76,26 @@ class EstimatorExtension(EngineExtension):
         losses: list[Tensor] = []
         with torch.no_grad(), _evaluating(self._model):
             try:
-                for number in range(policy.num_directions):
-                    for shift in policy.shifts:
-                        for name, parameter in trained.items():
-                            part = self._draw(policy, step, number, name, parameter)
-                            parameter.copy_(plain[name] + shift * part)
-                        losses.append(forward().detach().double())
+                for shift in policy.shifts:
+                    for name, parameter in trained.items():
+                        parameter.copy_(plain[name] + shift * self._draw(policy, step, name, parameter))
+                    losses.append(forward().detach().double())
             finally:
                 for name, parameter in trained.items():
                     parameter.copy_(plain[name])
-            loss_PS = torch.stack(losses).view(policy.num_directions, -1)
-            coefficients = policy.estimate(loss_PS.tolist(), step)
-            if len(coefficients) != policy.num_directions:
-                raise PolicyError(
-                    f"{type(policy).__name__} must return one coefficient for each direction, got "
-                    f"{len(coefficients)} for {policy.num_directions} directions"
-                )
+            loss_S = torch.stack(losses)
+            coefficient = policy.estimate(loss_S.tolist(), step)
             for name, parameter in trained.items():
-                gradient = plain[name].zero_()
-                for number, coefficient in enumerate(coefficients):
-                    gradient += coefficient * self._draw(policy, step, number, name, parameter)
+                gradient = plain[name].copy_(coefficient * self._draw(policy, step, name, parameter))
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
-        return loss_PS.mean()
+        return loss_S.mean()
 
     @staticmethod
-    def _draw(policy: GradientEstimator, step: Step, number: int, name: str, parameter: Tensor) -> Tensor:
-        generator = step.generator(DirectionDraw(number, name), parameter.device)
+    def _draw(policy: GradientEstimator, step: Step, name: str, parameter: Tensor) -> Tensor:
+        generator = step.generator(DirectionDraw(name), parameter.device)
         return policy.draw(parameter.shape, generator)
 
 

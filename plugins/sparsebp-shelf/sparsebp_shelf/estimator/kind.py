@@ -1,6 +1,6 @@
 """Define the policy kind that estimates the gradient of a step from losses alone, without a backward.
 
-Shape letters: P random directions of a step, S points along each at which the loss is computed.
+Shape letters: S points along the random direction of a step, at which the loss is computed.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DirectionDraw:
-    """Key of a policy's random numbers for one parameter's part of one direction: ``step.generator(draw)``.
+    """Key of a policy's random numbers for one parameter's part of the direction: ``step.generator(draw)``.
 
     Args:
-        number: Number of the direction within the step, from 0.
         parameter: The parameter's name in the model.
     """
 
-    number: int
     parameter: str
 
     @property
     def name(self) -> str:
         """Name of the draw."""
-        return f"direction {self.number}/{self.parameter}"
+        return f"direction 0/{self.parameter}"  # as in 0.5, so that its runs go on with the same draws
 
 
 class GradientEstimator(Policy):
     """Estimate the gradient of a step from losses at shifted weights, instead of a backward.
 
-    For each direction z the engine adds ``shift * z`` to the trained weights, runs the forward without autograd in
-    evaluation mode, and restores the weights bit by bit. The optimizer gets the sum of the directions, each times its
-    coefficient. All micro-batches of a step use the same directions.
+    With the step's random direction z the engine adds ``shift * z`` to the trained weights, runs the forward without
+    autograd in evaluation mode, and restores the weights bit by bit. The optimizer gets the direction times a
+    coefficient. All micro-batches of a step use the same direction.
 
     The estimate is never exact. ``unbiased`` means that its mean over draws is the gradient of every loss that is
     quadratic in the weights. For other losses the mean is the gradient of a smoothed loss, which differs by terms of
@@ -53,13 +51,8 @@ class GradientEstimator(Policy):
 
     @property
     @abstractmethod
-    def num_directions(self) -> int:
-        """P, the number of directions drawn in each step, at least 1."""
-
-    @property
-    @abstractmethod
     def shifts(self) -> Sequence[float]:
-        """The S points along each direction, at least two different finite numbers; each costs one forward."""
+        """The S points along the direction, at least two different finite numbers; each costs one forward."""
 
     @abstractmethod
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
@@ -74,16 +67,15 @@ class GradientEstimator(Policy):
         """
 
     @abstractmethod
-    def estimate(self, loss_PS: Sequence[Sequence[float]], step: Step) -> Sequence[float]:
-        """Return the coefficient of each direction in the gradient, computed from the losses.
+    def estimate(self, loss_S: Sequence[float], step: Step) -> float:
+        """Return the coefficient of the direction in the gradient, computed from the losses.
 
         Args:
-            loss_PS: The micro-batch's part of the step's loss at each point; the parts of a step add up to its loss.
+            loss_S: The micro-batch's part of the step's loss at each point; the parts of a step add up to its loss.
             step: The step. Micro-batch, call and rank are 0: one choice holds for the whole step.
 
         Returns:
-            P coefficients. They must be linear in the losses, so that the micro-batches' estimates add up to the
-            step's.
+            The coefficient. It must be linear in the losses, so that the micro-batches' estimates add up to the step's.
         """
 
 

@@ -3,17 +3,17 @@
 Sadhika Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023),
 https://arxiv.org/abs/2305.17333, Definition 1 and Algorithm 1. Our ``scale`` is epsilon of the paper. With z drawn from
 a normal distribution, the estimate is (loss(w + scale z) - loss(w - scale z)) / (2 scale) * z. With ``optim: sgd`` and
-``max_grad_norm: null`` a step equals the paper's. We differ in three points. The recipe's optimizer gets the estimate
+``max_grad_norm: null`` a step equals the paper's. We differ in two points. The recipe's optimizer gets the estimate
 as the gradient, so any optimizer works. Weights are restored bit by bit from a copy; the paper subtracts what it added,
 which leaves rounding errors. This needs memory that the paper does not need: the copy, which becomes the gradient, is
-as large as the trained weights, and with accumulation there are two. Several directions are averaged, as in the paper's
-appendix.
+as large as the trained weights, and with accumulation there are two. The paper's appendix averages several directions;
+micro-batches share one here.
 
-Cost: two forwards for each direction and no backward, so nothing is saved for one. Use it as the control that shows
-what a backward adds, or if no backward fits into memory: with adapters, the copy has the size of the adapters. Do not
-use it to train faster. The error of one estimate grows with the number of trained weights: its cosine with the gradient
-is about 1 / sqrt(weights). It needs far smaller learning rates and many times the steps. In float16 and bfloat16,
-rounding swallows small shifts, so the estimate is biased there.
+Cost: two forwards and no backward, and nothing is saved for one. Use it as the control that shows what a backward adds,
+or if no backward fits into memory: with adapters, the copy has the size of the adapters. Do not use it to train faster.
+The error of one estimate grows with the number of trained weights: its cosine with the gradient is about 1 /
+sqrt(weights). It needs far smaller learning rates and many times the steps. In float16 and bfloat16, rounding swallows
+small shifts, so the estimate is biased there.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ class MeZO(GradientEstimator):
         "memory. Not to train faster.",
         year=2023,
         saves=("memory",),
-        work="2 * directions / 3",
+        work="2 / 3",
         memory="No activation; a copy of the trained weights, which becomes the gradient.",
         claimed="Comparable with fine-tuning on 7 of 11 tasks at a twelfth of the memory, OPT up to 66 billion "
         "parameters.",
         code="princeton-nlp/MeZO, MIT.",
     )
+
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (("directions", 1),)
 
     scale: Annotated[float, Field(gt=0.0)] = Field(
         1e-3,
@@ -53,20 +55,10 @@ class MeZO(GradientEstimator):
             "above 0."
         ),
     )
-    directions: Annotated[int, Field(ge=1)] = Field(
-        1,
-        description=(
-            "Number of random directions of a step, whose estimates are averaged. Each direction costs two forwards."
-        ),
-    )
 
     @property
     def unbiased(self) -> bool:
         return True
-
-    @property
-    def num_directions(self) -> int:
-        return self.directions
 
     @property
     def shifts(self) -> Sequence[float]:
@@ -77,5 +69,6 @@ class MeZO(GradientEstimator):
 
         return torch.randn(tuple(shape), generator=generator, device=generator.device)
 
-    def estimate(self, loss_PS: Sequence[Sequence[float]], step: Step) -> Sequence[float]:  # noqa: ARG002 - a contract
-        return [(above - below) / (2.0 * self.scale * self.directions) for above, below in loss_PS]
+    def estimate(self, loss_S: Sequence[float], step: Step) -> float:  # noqa: ARG002 - a contract
+        above, below = loss_S
+        return (above - below) / (2.0 * self.scale)

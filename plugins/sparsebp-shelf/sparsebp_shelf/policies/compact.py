@@ -10,7 +10,7 @@ draws its own matrix, and any optimizer keeps moments of the whole gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field, PositiveInt
 
@@ -36,17 +36,14 @@ class CompAct(InputSaver):
         code="Not read.",
     )
 
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (("entries", "gaussian"),)
+
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.25,
         description=(
             "Number of features after the projection, as a fraction of the input's features, in (0, 1]; 1.0 is dense."
         ),
     )
-    entries: Literal["gaussian", "rademacher"] = Field(
-        "gaussian",
-        description="Entries of the random projection matrix. gaussian: normally distributed. rademacher: +1 or -1.",
-    )
-
     interval: PositiveInt | None = Field(
         None,
         description=(
@@ -81,7 +78,7 @@ class CompAct(InputSaver):
         num_kept = choice.count_kept(self.keep, x_ND.shape[1])
         if self.interval is not None:
             step = Step(step.index // self.interval, seed=step.seed, draw=step.draw)
-        return SavedProjection.of(x_ND, num_kept, step.generator(site, x_ND.device), self.entries)
+        return SavedProjection.of(x_ND, num_kept, step.generator(site, x_ND.device))
 
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
         if self.exact:

@@ -59,6 +59,7 @@ class GACT(Stateful[Site], InputSaver):
         code="LiuXiaoxuanPKU/GACT-ICML, no licence seen; read for no part of this.",
     )
 
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (("rounding", "stochastic"),)
     constants: ClassVar[tuple[str, ...]] = ("bits",)  # trial passes distribute their mean; it does not change by step
 
     bits: Literal[1, 2, 4, 8, 32] | Annotated[float, Field(ge=1.0, le=8.0)] = Field(
@@ -78,13 +79,6 @@ class GACT(Stateful[Site], InputSaver):
     group: Annotated[int, Field(ge=8, multiple_of=8)] = Field(
         256, description="Number of entries that share a rounding grid, a multiple of 8."
     )
-    rounding: Literal["stochastic", "nearest"] = Field(
-        "stochastic",
-        description=(
-            "stochastic: round up or down at random, without bias. nearest: round to the nearest value of the grid, "
-            "with a bias."
-        ),
-    )
 
     @model_validator(mode="after")
     def _can_be_shared_out(self) -> Self:
@@ -102,7 +96,7 @@ class GACT(Stateful[Site], InputSaver):
 
     @property
     def unbiased(self) -> bool:
-        return self.exact or self.rounding == "stochastic"
+        return True
 
     @property
     def budget(self) -> float:
@@ -114,9 +108,9 @@ class GACT(Stateful[Site], InputSaver):
 
     @property
     def control(self) -> dict[str, object] | None:
-        if self.unbiased and self.adapt_interval is None:
+        if self.adapt_interval is None:
             return None
-        plain = {"bits": self._same_bits, "rounding": "stochastic", "adapt_interval": None}
+        plain = {"bits": self._same_bits, "adapt_interval": None}
         return {"name": "gact", **self.model_dump(mode="json"), **plain}
 
     @property
@@ -162,7 +156,7 @@ class GACT(Stateful[Site], InputSaver):
     def save(self, x_ND: Tensor, site: Site, step: Step) -> SavedCodes | None:
         if self.exact:
             return None
-        generator = step.generator(site, x_ND.device) if self.rounding == "stochastic" else None
+        generator = step.generator(site, x_ND.device)
         return SavedCodes.of(x_ND, self._bits_at(site, step), self.group, generator)
 
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:

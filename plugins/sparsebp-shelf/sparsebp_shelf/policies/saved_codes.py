@@ -39,14 +39,14 @@ class SavedCodes(Saved):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x_ND: Tensor, bits: int, group: int, generator: Generator | None) -> Self:
+    def of(cls, x_ND: Tensor, bits: int, group: int, generator: Generator) -> Self:
         """Round an input to codes.
 
         Args:
             x_ND: Input of a linear, all leading dimensions flattened to N rows.
             bits: Bits of a code: 1, 2, 4 or 8.
             group: Entries of a group, a multiple of 8.
-            generator: Rounds up or down at random, so that the mean is the entry; None rounds to the nearest.
+            generator: Rounds up or down at random, so that the mean is the entry.
 
         Returns:
             The codes.
@@ -62,9 +62,7 @@ class SavedCodes(Saved):
         low_G, high_G = flat.amin(1), flat.amax(1)
         step_G = (high_G - low_G) / (2**bits - 1)
         place = (flat - low_G[:, None]) / torch.where(step_G == 0.0, 1.0, step_G)[:, None]
-        shift: Tensor | float = 0.5
-        if generator is not None:
-            shift = torch.rand(place.shape, dtype=place.dtype, generator=generator, device=place.device)
+        shift = torch.rand(place.shape, dtype=place.dtype, generator=generator, device=place.device)
         code = (place + shift).floor_().clamp_(0, 2**bits - 1).to(torch.uint8)
         parts = code.view(len(code), -1, 8 // bits)
         packed = parts[..., 0]

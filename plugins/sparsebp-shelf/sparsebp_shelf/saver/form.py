@@ -215,29 +215,26 @@ class SavedProjection(Saved):
 
     Args:
         projection_NK: The projection ``z``, K features instead of D.
-        seed: Seed of the generator that draws ``P`` (D, K), of independent entries with mean 0 and variance 1/K.
-        entries: Distribution of ``P``: normal, or +1 and -1 over the root of K.
+        seed: Seed of the generator that draws ``P`` (D, K), of independent normal entries with mean 0 and variance 1/K.
     """
 
     projection_NK: Tensor
     seed: int
-    entries: Literal["gaussian", "rademacher"]
 
     @classmethod
-    def of(cls, x_ND: Tensor, num_kept: int, generator: Generator, entries: Literal["gaussian", "rademacher"]) -> Self:
+    def of(cls, x_ND: Tensor, num_kept: int, generator: Generator) -> Self:
         """Project the features of an input on fewer.
 
         Args:
             x_ND: Input of a linear, all leading dimensions flattened to N rows.
             num_kept: K, at least 1.
             generator: A new one, from ``step.generator(site, x_ND.device)``: its seed draws the same matrix again.
-            entries: Distribution of the matrix's entries: normal, or +1 and -1 over the root of K.
 
         Returns:
             The projection.
         """
-        empty = cls((x_ND.shape[0], x_ND.shape[1]), x_ND.new_empty(0, num_kept), generator.initial_seed(), entries)
-        return cls(empty.shape, x_ND @ empty.draw(), empty.seed, entries)
+        empty = cls((x_ND.shape[0], x_ND.shape[1]), x_ND.new_empty(0, num_kept), generator.initial_seed())
+        return cls(empty.shape, x_ND @ empty.draw(), empty.seed)
 
     @staticmethod
     def count_bytes(num_kept: int, num_rows: int, itemsize: int) -> int:
@@ -247,11 +244,11 @@ class SavedProjection(Saved):
     def forget(self) -> SavedProjection:
         """Return a copy that draws the same matrix, without the projection."""
         # A clone: an empty view would keep the whole projection in memory.
-        return SavedProjection(self.shape, self.projection_NK[:0].clone(), self.seed, self.entries)
+        return SavedProjection(self.shape, self.projection_NK[:0].clone(), self.seed)
 
     def draw(self) -> Tensor:
         """Return the matrix ``P``, (D, K), the same each time."""
-        return _draw_matrix(self.projection_NK, (self.shape[1], self.projection_NK.shape[1]), self.seed, self.entries)
+        return _draw_matrix(self.projection_NK, (self.shape[1], self.projection_NK.shape[1]), self.seed, "gaussian")
 
     @classmethod
     @override

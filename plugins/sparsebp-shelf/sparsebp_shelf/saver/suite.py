@@ -36,7 +36,7 @@ def check_input_saver(policy: InputSaver) -> None:
     for check in _CHECKS:
         check(policy)
     if "keep" in type(policy).model_fields:
-        whole = type(policy).model_validate(policy.model_dump() | {"keep": 1.0})
+        whole = policy.model_copy(update={"keep": 1.0})
         same = equal(train_network(whole), train_network(None))
         require(whole.exact and same, f"{name_of(whole)}: keep=1.0 must be exact")
 
