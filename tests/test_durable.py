@@ -29,7 +29,6 @@ EXEMPT = {
     "cli/outlet.py": "the null device",
     "cli/app.py": "error.log, a traceback",
     "notify/deliver.py": "notify.log, which nobody reads back",
-    "tracker/tensorboard.py": "an event file, which follows from the journal and is completed from it",
     "testing/fake.py": "the other side of a fake target",
     "worker/step_memory.py": "a file of /proc",
     "process/site/sitecustomize.py": "a note of a failure, in a temporary folder; imports nothing of the package",
@@ -71,7 +70,7 @@ def test_a_bare_write_is_found() -> None:
 
 
 # Rooms that open files of somebody else's runs, and what in them opens others by itself.
-READERS = ("cli", "compare", "judge", "release", "run", "study", "target", "tracker", "tracking", "verb")
+READERS = ("cli", "compare", "judge", "release", "run", "study", "target", "tracking", "verb")
 OWN_FILES = {
     "verb/audit_process.py": "what the audited command wrote into a temporary folder of ours",
     "cli/schema.py": "a page in the package",

@@ -37,7 +37,7 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 def check_all() -> list[CheckResult]:
     """Return the results of all checks, in the order in which they are shown."""
     checks = [check_python(), check_packages(), *check_torch(), check_home(), check_space(), check_store()]
-    return [*checks, *check_policies(), *check_trackers(), check_schema(), *check_notices()]
+    return [*checks, *check_policies(), check_schema(), *check_notices()]
 
 
 def check_python() -> CheckResult:
@@ -169,15 +169,6 @@ def check_policies() -> list[CheckResult]:
     return [
         CheckResult(level, "policies", ", ".join(usable) or "none", "" if usable else "install sparsebp again"),
         *broken,
-    ]
-
-
-def check_trackers() -> list[CheckResult]:
-    """Check whether every installed tracker can be used. Return only problems."""
-    from sparsebp_cli.tracker import find_tracker_problems
-
-    return [
-        CheckResult("warn", "tracker", text, "update or uninstall that package") for text in find_tracker_problems()
     ]
 
 

@@ -18,6 +18,7 @@ from sparsebp_cli.compare.stored import REQUESTS_AT_ONCE, Store, StoredMetrics, 
 from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.errors import RunNotFoundError, TrackingError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.loader import rename_in_plan
 from sparsebp_cli.recipe.store_address import sqlite_file
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run.journal import name_cause
@@ -134,7 +135,7 @@ def _make_plan(store: Store, run: StoredRun, recipe: dict[str, object]) -> Plan 
     restored = {"run_id": run.tags[RUN_ID], "created": run.created, "recipe": recipe, "provenance": provenance}
     for content in filter(None, (store.read_artifact(run.run_id, "plan.json"), restored)):
         try:
-            return Plan.model_validate_json(json.dumps(content), context=STORED)
+            return Plan.model_validate_json(rename_in_plan(json.dumps(content).encode()), context=STORED)
         except ValueError:  # from another version, or with a parameter that MLflow truncated
             continue
     return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from sparsebp_cli.errors import PolicyError, RecipeError, UsageError
+from sparsebp_cli.errors import PolicyError, RecipeError
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
@@ -20,8 +20,6 @@ from sparsebp_cli.recipe.store_address import find_problem
 from sparsebp_cli.recipe.target import check_target, merge_named_target
 from sparsebp_cli.run.policy_phase import find_empty
 from sparsebp_cli.run.visible import mask
-from sparsebp_cli.tracker import find_tracker
-from sparsebp_cli.tracker.contract import find_feeder
 
 MOST_ERRORS = 30
 
@@ -56,7 +54,6 @@ def check_recipe(tree: Node) -> PlacedRecipe:
         field_errors.append(FieldError(("tracking", "uri"), SECRET_URI))
     elif recipe is not None and recipe.tracking.uri and (problem := find_problem(recipe.tracking.uri)):
         field_errors.append(FieldError(("tracking", "uri"), problem))
-    field_errors += [] if recipe is None else [*_find_missing_trackers(recipe.tracking.also)]
     update = _check_all_policies(data, field_errors)
     target = _check_target(data.get("target", {}), field_errors)
     if recipe is not None and not field_errors:
@@ -117,16 +114,6 @@ def _set_policies(recipe: Recipe, policies: Sequence[list[PolicyEntry]]) -> Reci
         return recipe.model_copy(update={"policy": policies[0]})
     phases = [phase.model_copy(update={"policy": own}) for phase, own in zip(recipe.schedule, policies, strict=True)]
     return recipe.model_copy(update={"schedule": phases})
-
-
-def _find_missing_trackers(names: Sequence[str]) -> Iterator[FieldError]:
-    """Yield an error for each tracker that this machine cannot use: trackers are always fed from here."""
-    for index, name in enumerate(names):
-        try:
-            find_tracker(name).require(name)
-            find_feeder()
-        except UsageError as error:
-            yield FieldError(("tracking", "also", index), str(error))
 
 
 def _find_empty(recipe: Recipe) -> Iterator[FieldError]:

@@ -74,7 +74,7 @@ ANSWERS = {
     "load_best_model_at_end": "checkpoint.keep_best: eval/loss",
     "metric_for_best_model": "checkpoint.keep_best: eval/loss",
     "push_to_hub": None,
-    "wandb_project": "tracking.uri, or tracking.also,",
+    "wandb_project": "tracking.uri",
     "evals_per_epoch": "measure.eval_every",
     "saves_per_epoch": "checkpoint.every",
     "plot_loss": "nothing: every report draws it",
@@ -132,6 +132,7 @@ ANSWERS = {
     # keys of our earlier versions
     "policy_validation_examples": None,
     "time_forms": "`backward: {exclude: [GLOB]}` keeps linears dense whose products are slower",
+    "also": "nothing: trackers beside MLflow were removed after 0.5, and MLflow has the metrics",
     "quantization_bit": "model.quantization: {type: nf4}, or int8,",
 }
 

@@ -20,6 +20,8 @@ from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 LARGEST_BYTES = 64 * 1024
 # The folder of the package, which holds the recipes that ship.
 PACKAGE = Path(__file__).resolve().parents[1]
+# Keys of 0.5 in stored recipes.
+GONE = {("backward", "time_forms"), ("dataset", "policy_validation_examples"), ("tracking", "also")}
 # Only the existence of these is checked; their content is not read. See decision 27.
 MARKS = (".git", "pyproject.toml")  # at the top of a checkout, or of a source distribution
 
@@ -217,27 +219,29 @@ def _wrap_text(node: Node, key: str) -> Node:
 def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     """Return a stored recipe with its keys renamed to this version's.
 
-    Up to 0.2, ``backward.execution`` was ``engine``. Up to 0.5, ``backward`` had ``time_forms``, false by default, and
-    ``dataset`` had ``policy_validation_examples``, null by default.
+    Up to 0.2, ``backward.execution`` was ``engine``. Up to 0.5, ``backward`` had ``time_forms``, false by default,
+    ``dataset`` had ``policy_validation_examples``, null by default, and ``tracking`` had ``also``, trackers beside
+    MLflow.
     """
-    renamed = dict(recipe)
-    backward, dataset = recipe.get("backward"), recipe.get("dataset")
-    if isinstance(backward, dict) and backward.keys() & {"engine", "time_forms"}:
-        known = {key: value for key, value in backward.items() if key != "time_forms"}
-        renamed["backward"] = {"execution" if key == "engine" else key: value for key, value in known.items()}
-    if isinstance(dataset, dict) and "policy_validation_examples" in dataset:
-        kept = {key: value for key, value in dataset.items() if key != "policy_validation_examples"}
-        if (number := dataset["policy_validation_examples"]) is not None:
-            # No data have this split: such a run can be shown and compared, but does not go on with other examples.
-            kept["split"] = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
-        renamed["dataset"] = kept
-    return renamed
+    known = {
+        section: {key: value for key, value in content.items() if (section, key) not in GONE}
+        for section, content in recipe.items()
+        if section in {"backward", "tracking", "dataset"} and isinstance(content, dict)
+    }
+    if "engine" in (backward := known.get("backward", {})):
+        backward["execution"] = backward.pop("engine")
+    dataset = recipe.get("dataset")
+    number = dataset.get("policy_validation_examples") if isinstance(dataset, dict) else None
+    if isinstance(dataset, dict) and number is not None:
+        # No data have this split: such a run can be shown and compared, but does not go on with other examples.
+        known["dataset"]["split"] = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
+    return {**recipe, **known}
 
 
 def rename_in_plan(content: bytes) -> bytes:
     """Rename the keys in the JSON of a plan. Return other content unchanged, for the next reader to refuse."""
     # Return early in the usual case: parsing twice would double the time to list many runs.
-    if not any(key in content for key in (b'"engine"', b'"time_forms"', b'"policy_validation_examples"')):
+    if not any(key in content for key in (b'"engine"', b'"time_forms"', b'"policy_validation_examples"', b'"also"')):
         return content
     try:
         plan = json.loads(content)

@@ -831,12 +831,6 @@ class TrackingSection(Section):
         default_factory=dict,
         description="Additional MLflow tags of the run, such as {figure: one}. Runs can be found by them.",
     )
-
-    also: list[str] = Field(
-        default_factory=list,
-        description="Trackers, beside MLflow, that show the run while it trains: tensorboard, trackio, or one that a "
-        "package adds by the entry-point group sparsebp.trackers.",
-    )
     code_diff: bool = Field(
         False,
         description="Whether the run's plan and the MLflow store contain the uncommitted changes of imported files, "

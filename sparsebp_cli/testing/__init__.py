@@ -1,6 +1,6 @@
 """PUBLIC. Conformance suites for plug-in authors: one line of a test checks everything that a contract promises.
 
-from sparsebp_cli.testing import check_kind, check_policy, check_target, check_tracker
+from sparsebp_cli.testing import check_kind, check_policy, check_target
 
 def test_stride_keeps_the_contract():
     check_policy("stride", every=4)
@@ -11,9 +11,6 @@ def test_depth_keeps_what_every_kind_promises():
 def test_my_cluster_keeps_the_contract():
     check_target("my-cluster", queue="short")
 
-def test_my_tracker_keeps_the_contract():
-    check_tracker("my-tracker", read_what_it_stored)
-
 ``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers. If you
 write a suite for a new kind, call ``check_repeatable`` and ``check_draws``, which check the promises of all kinds about
 decisions. Call ``check_state`` for policies with a state.
@@ -21,11 +18,8 @@ decisions. Call ``check_state`` for policies with a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING
-
-from sparsebp_cli.tracker.contract import find_feeder
 
 __all__ = [
     "FakeTarget",
@@ -35,7 +29,6 @@ __all__ = [
     "check_repeatable",
     "check_state",
     "check_target",
-    "check_tracker",
     "enough",
     "equal",
     "find_share",
@@ -55,10 +48,6 @@ if TYPE_CHECKING:
     from sparsebp_cli.testing.state import check_state, first_state
     from sparsebp_cli.testing.suite import check_draws, check_repeatable, find_share
     from sparsebp_cli.testing.target import check_target
-    from sparsebp_cli.tracker import TrackedRun
-
-    def check_tracker(name: str, read: Callable[[TrackedRun], Iterable[tuple[str, int, float]]]) -> None:
-        """Check everything that a tracker promises. Defined in sparsebp-tools."""
 else:
     # Imported on first use, because the suites for targets need no torch.
     _FILES = {
@@ -81,8 +70,6 @@ else:
     }
 
     def __getattr__(name):
-        if name == "check_tracker":
-            return find_feeder().check_tracker
         if name in _FILES:
             return getattr(import_module(f"sparsebp_cli.testing.{_FILES[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

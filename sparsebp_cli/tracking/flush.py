@@ -68,13 +68,9 @@ class SyncResult:
     uri: str = ""  # the store's address without credentials; empty if unknown
     mlflow_run_id: str = ""  # the run's id there; empty if it was not reached
     is_refused: bool = False  # whether the store's address itself is unusable
-    also: str = ""  # what other trackers lack and how to send it, in one line; empty if nothing
 
     def advice(self, run_id: str) -> str:
-        """Return in one line what the store and other trackers lack, and how to send it; empty if complete."""
-        return "; ".join(filter(None, (self._advise(run_id), self.also)))
-
-    def _advise(self, run_id: str) -> str:
+        """Return in one line what the store lacks, and how to send it; empty if complete."""
         if self.complete:
             return ""
         send = self.elsewhere(run_id) if self.is_refused else f"`sparsebp sync {run_id}` sends it later"

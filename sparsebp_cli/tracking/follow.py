@@ -1,20 +1,15 @@
-"""Send a running run's event log to MLflow and the recipe's trackers, in threads of the supervising process. Never
-raise."""
+"""Send a running run's event log to MLflow, in threads of the supervising process. Never raise."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
-from sparsebp_cli.errors import SparseBPError, TrackingError, UsageError
-from sparsebp_cli.plan import Plan
+from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.tracker.contract import find_feeder
 from sparsebp_cli.tracking.flush import Flusher, SyncResult
 from sparsebp_cli.tracking.store import is_sqlite
 
@@ -50,35 +45,18 @@ class Follower:
         self.result = SyncResult()
         self.warnings: list[str] = []
         self._flusher: Flusher | None = None
-        self._doors: list[Any] = []  # threads of sparsebp-tools
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
 
     def start(self) -> Self:
-        """Start the thread, and one for each tracker, so that none waits for another."""
+        """Start the thread."""
         self._thread.start()
-        try:
-            names = Plan.load(self.run.plan_file).recipe.tracking.also
-        except (SparseBPError, OSError):  # the sender to MLflow reports it
-            names = []
-        try:
-            self._doors = find_feeder().start_threads(self.run, names, self.every, self._say) if names else []
-        except UsageError as error:
-            self._say(str(error))
         return self
 
     def stop(self) -> SyncResult:
         """Send the rest after the run is over, and return the result. If this exceeds ``within``, ``problem`` says so,
         and ``sparsebp sync`` can send the rest from the event log."""
         self._over.set()
-        for door in self._doors:
-            door.ask_to_end()
-        deadline = time.monotonic() + self.within
-        result = self._stop_store()
-        lacking = [door.wait(deadline, self.within) for door in self._doors]
-        return replace(result, also="; ".join(filter(None, lacking)))
-
-    def _stop_store(self) -> SyncResult:
         last = threading.Thread(target=self._send_rest, name="tracking", daemon=True)  # has the caller's niceness
         last.start()
         limit = self.within
@@ -114,11 +92,8 @@ class Follower:
         self.result = SyncResult(sent, False, problem, self.result.uri, self.result.mlflow_run_id, is_refused=refused)
         if not self.warnings:
             self.warnings.append(self.result.advice(self.run.run_id))
-            self._say(self.warnings[0])
-
-    def _say(self, text: str) -> None:
-        if self.warn is not None:
-            self.warn(text)
+            if self.warn is not None:
+                self.warn(self.warnings[0])
 
     def _follow(self) -> None:
         if sys.platform == "linux":

@@ -470,9 +470,6 @@ ELSEWHERE = {
     ("tracking/flush.py", "sparsebp sync {}"): (
         "tracking/test_moved.py::test_what_was_deleted_in_the_store_is_brought_back_by_the_command_of_the_warning"
     ),
-    ("tracker/door.py", "sparsebp sync {} --to {}"): (
-        "cli/test_machine.py::test_the_command_of_a_trackers_warning_sends_what_the_tracker_lacks"
-    ),
     ("tracking/flush.py", "sparsebp sync {} --uri {}"): (
         "tracking/test_moved.py::test_a_run_whose_own_address_is_refused_is_sent_by_the_command_of_the_warning"
     ),

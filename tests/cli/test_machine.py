@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.run import History, list_runs
+from sparsebp_cli.run import History
 
 from .conftest import TESTS, Cli, Write, write_run
 
@@ -72,40 +71,6 @@ def test_sync_sends_what_was_not_sent_and_twice_sends_nothing(cli: Cli, write_re
     points = sum(len(points) for points in History.load(run.path).metrics.values())
     assert first.stdout.startswith(f"{run.run_id} fake: {points} points sent to sqlite:///")
     assert second.stdout.startswith(f"{run.run_id} fake: 0 points sent")
-
-
-@pytest.mark.slow
-def test_the_command_of_a_trackers_warning_sends_what_the_tracker_lacks(
-    cli: Cli, write_recipe: Write, home_folder: Path
-) -> None:
-    recipe = write_recipe()
-    done = cli("run", recipe, "--set", "tracking.also=[tensorboard]", SPARSEBP_TENSORBOARD="/dev/null/logs")
-    assert done.returncode == 0
-    (command,) = set(re.findall(r"`(sparsebp sync \w+ --to tensorboard)` sends it later", done.stderr + done.stdout))
-    assert "tracker 'tensorboard' failed: " in done.stderr + done.stdout
-    sent = cli(*command.split()[1:])
-    assert sent.returncode == 0, sent.stderr
-    (run,) = list_runs()
-    points = sum(map(len, History.load(run.path).metrics.values()))
-    assert f"{points} points sent to {home_folder / 'tensorboard'}" in " ".join(sent.stdout.split())
-    again = cli("run", recipe, "--set", "tracking.also=[tensorboard]", "--seeds", "1")
-    assert "tensorboard" not in again.stderr + again.stdout
-    folders = {folder.name: [*folder.iterdir()] for folder in (home_folder / "tensorboard").iterdir()}
-    assert sorted(name.rpartition(" ")[2] for name in folders) == sorted(each.run_id for each in list_runs())
-    assert all(len(files) == 1 and files[0].stat().st_size > 1000 for files in folders.values())
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--to", "tensorbord"], "unknown tracker 'tensorbord', allowed: .*tensorboard, trackio; did you mean"),
-        (["--to", "trackio", "--uri", "sqlite:////m.db"], "--uri is the address of an MLflow store"),
-    ],
-)
-def test_sync_refuses_what_it_cannot_send_to(call: Cli, write_recipe: Write, words: list[str], text: str) -> None:
-    run = write_run(write_recipe())
-    done = call("sync", run.run_id, *words)
-    assert (done.returncode, bool(re.search(text, " ".join(done.stderr.split())))) == (2, True), done.stderr
 
 
 def test_sync_to_a_store_that_cannot_be_used_is_a_warning_and_no_success(call: Cli, write_recipe: Write) -> None:

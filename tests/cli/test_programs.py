@@ -93,7 +93,6 @@ CASES: list[tuple[str, str]] = [
     ("runs --columns training.learning_rate", "runs"),
     ("show one", "run"),
     ("sync one", "sent"),
-    ("sync one --to tensorboard", "sent"),
     ("validate fake.yaml nowhere.yaml", "checked-recipes"),
     ("worth fake.yaml", "worth"),
     ("data fake.yaml", "data"),

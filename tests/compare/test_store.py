@@ -229,6 +229,18 @@ def test_the_parameters_that_were_sent_become_the_recipe_again(make_run: MakeRun
     assert unflatten(parameters(plan)) == plan.recipe.model_dump(mode="json")
 
 
+def test_a_run_that_an_earlier_release_sent_has_the_group_of_this_one(
+    make_run: MakeRun, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("old", 3)
+    former = {"tracking.also": '["trackio"]', "backward.time_forms": "False"}
+    monkeypatch.setattr("sparsebp_cli.tracking.flush.parameters", lambda plan: parameters(plan) | former)
+    assert sync(run, store).complete
+    shutil.rmtree(tmp_path / "store" / "mlartifacts")
+    (found,) = read_back(store, "old").groups
+    assert found.group == Plan.load(run.plan_file).group
+
+
 def test_a_store_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TrackingError, match="there is no such file"):
         store_candidates(f"sqlite:///{tmp_path}/none.db")

@@ -132,6 +132,16 @@ def test_a_plan_with_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, t
     assert Seal(content["recipe"], {}).changes(now) == []
 
 
+def test_a_plan_that_names_a_tracker_is_read_and_its_seal_is_unchanged(tmp_path) -> None:
+    plan = Plan(recipe=recipe())
+    content = json.loads(plan.model_dump_json())
+    content["recipe"]["tracking"]["also"] = ["tensorboard"]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert load_stored(content["recipe"], "plan.json").recipe.tracking == plan.recipe.tracking
+    assert Seal(content["recipe"], {}).changes(Seal(json.loads(plan.model_dump_json())["recipe"], {})) == []
+
+
 @pytest.mark.parametrize("former", [{"sites": "branches"}, {"checkpointing": "sparse"}])
 def test_a_plan_with_a_removed_value_is_read_as_it_is_and_no_recipe_may_have_it(tmp_path, former) -> None:
     plan = Plan(recipe=recipe(backward={"execution": "reference"}))

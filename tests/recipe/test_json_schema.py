@@ -109,7 +109,7 @@ def test_schema_and_loader_agree_on_every_key_with_every_kind_of_value(read: Rea
         beyond |= {("model", "peft"), ("model", "adapter")}  # one of them and lora
         later = ("num_train_epochs", "early_stopping_patience", "lr_scheduler_kwargs")  # beside max_steps, of some
         beyond |= {("training", key) for key in later}
-        beyond |= {("model", "attention"), ("tracking", "also")}  # which kernels and trackers there are
+        beyond |= {("model", "attention")}  # which kernels there are
         if path[0] != section:
             continue
         if path[:2] in beyond or path == ("model",) or path[-1] == "layers_to_transform":  # which needs a list of names

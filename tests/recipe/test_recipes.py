@@ -67,7 +67,6 @@ UNSHOWN = {
     "training.weight_decay_of": "as training.num_train_epochs",
     "tracking.uri": "of the reader's machine",
     "tracking.code_diff": "of the reader's code",
-    "tracking.also": "extras that the reader installs: guide, tracking",
 }
 
 

@@ -190,6 +190,11 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (
+            SMALL + "tracking: {also: [tensorboard]}",
+            "5:12: tracking.also: unknown key 'also': in a recipe, nothing: trackers beside MLflow were removed after "
+            "0.5, and MLflow has the metrics",
+        ),
         (TRAINING + "lr: 3e-4", "6:3: training.lr: unknown key 'lr': in a recipe, training.learning_rate does it"),
         (TRAINING + "bf16: true", "unknown key 'bf16': in a recipe, training.mixed_precision: bf16 (autocast)"),
         (TRAINING + "batch_size: 8", "in a recipe, training.per_device_train_batch_size does it"),

@@ -1,4 +1,4 @@
-"""Records of results: of one run, of two, of an evaluation, and of sending to trackers."""
+"""Records of results: of one run, of two, of an evaluation, and of sending to MLflow."""
 
 from __future__ import annotations
 
@@ -69,30 +69,30 @@ class RunFacts(Answer):
 
 
 class SentRun(Answer):
-    """What MLflow or another tracker has of a run."""
+    """What MLflow has of a run."""
 
     run_id: str
     """Id of the run."""
     name: str
     """Name of its recipe."""
     tracker: str
-    """``mlflow``, or the name of a tracker."""
+    """Always ``mlflow``."""
     points_sent: int
-    """Number of values sent now. A tracker is sent all values, and keeps those that it lacks."""
+    """Number of values sent now."""
     is_complete: bool
     """Whether it has all values."""
     problem: str
     """Why it lacks values; empty if it has all."""
     uri: str
-    """The store's address without a password, or the tracker's location."""
+    """The store's address without a password."""
     mlflow_run_id: str
-    """Id of the run in MLflow; empty for another tracker."""
+    """Id of the run in MLflow; empty if it was not reached."""
     next: str
     """Command that sends the run to another store, if its own is refused; else empty."""
 
 
 class SentRuns(Answer):
-    """What MLflow and other trackers have of runs."""
+    """What MLflow has of runs."""
 
     runs: list[SentRun]
-    """One for each run and tracker."""
+    """One for each run."""

@@ -1,1 +1,0 @@
-"""Trackers beside MLflow, as entry points of the group ``sparsebp.trackers``."""
