@@ -1,7 +1,7 @@
 """Count the mutants of guard code that the tests of their modules kill.
 
     python benchmarks/mutants.py                          # every named mutant, and a draw of 6 others of each module
-    python benchmarks/mutants.py --only notify --draw 30  # one module; the result file stays as it is
+    python benchmarks/mutants.py --only archive --draw 30  # one module; the result file stays as it is
 
 ``mutants.yaml`` names the modules, their tests, mutants by hand, and drawn mutants that no test can kill. A drawn
 mutant changes one place in a function: it negates a condition, moves a bound, swaps a constant or ``and`` and ``or``,

@@ -143,14 +143,10 @@ def check_store() -> CheckResult:
 
 
 def check_notices() -> list[CheckResult]:
-    """Return the findings of the tool that reads the settings; a warning if settings exist without the tool."""
-    from sparsebp_cli.entry_point import find_tool, tell_home
-    from sparsebp_cli.notify import settings_file
+    """Return a warning if there is a file of settings, which SparseBP no longer reads."""
+    from sparsebp_cli.recipe.target import describe_settings
 
-    if (tool := find_tool("notify")) is not None:
-        return list(tool.check())
-    text = f"{settings_file()} has no effect: `notify` is {tell_home('sparsebp-tools')}"
-    return [CheckResult("warn", "notify", text)] if settings_file().exists() else []
+    return [CheckResult("warn", "notify", text)] if (text := describe_settings()) else []
 
 
 def check_policies() -> list[CheckResult]:

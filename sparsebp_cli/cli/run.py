@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli import durable
-from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer import tell, warn
 from sparsebp_cli.cli.answer.run_record import PlannedRun, RunOutcomes, RunPlans
 from sparsebp_cli.cli.follow import Followed, follow_all, make_outcome, make_outcomes
 from sparsebp_cli.cli.interrupt import Interrupts
@@ -73,6 +73,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     output: Format = Output.TABLE,
 ) -> None:
     """Train the runs that recipes describe. Several recipes or seeds run one after the other."""
+    from sparsebp_cli.recipe.target import describe_settings
+
     files = _find_recipes(recipes or [], like)
     if with_baseline and max_parallel > 1:  # parallel runs would make step times unfair
         raise UsageError("--with-baseline trains one run at a time: leave out --max-parallel")
@@ -85,6 +87,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     if dry_run:
         tell(RunPlans(plans=[_describe_plan(plan) for plan in plans]), output, _print_plans)
         return
+    if text := describe_settings():
+        warn(text)
     if ids is not None:
         write_ids(ids, plans)
     with Interrupts() as interrupts:

@@ -21,6 +21,7 @@ from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.run.budget import read_bounded
+from sparsebp_cli.run.folder import is_file
 
 GROUP = "sparsebp.targets"
 LARGEST_BYTES = 64 * 1024
@@ -71,6 +72,16 @@ def targets_file() -> Path:
     from platformdirs import user_config_path  # imported late: benchmarks run from a bare checkout without it
 
     return user_config_path("sparsebp", appauthor=False) / "targets.yaml"
+
+
+def describe_settings() -> str:
+    """Return why the settings of 0.5 have no effect; empty if there is no such file."""
+    from platformdirs import user_config_path
+
+    file = os.environ.get("SPARSEBP_SETTINGS") or str(user_config_path("sparsebp", appauthor=False) / "settings.yaml")
+    if not is_file(Path(file)):
+        return ""
+    return f"{file} has no effect: `notify` was removed after 0.5; write `; notify-send done` after the command"
 
 
 def named_targets() -> dict[str, Node]:

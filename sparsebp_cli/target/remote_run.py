@@ -13,7 +13,6 @@ from typing import Any
 from filelock import FileLock
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError
-from sparsebp_cli.notify import tell, tell_end
 from sparsebp_cli.run import RunFolder, read
 from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded, size_of
 from sparsebp_cli.target.end_record import write_end_record
@@ -23,7 +22,6 @@ from sparsebp_cli.tracking import Follower
 
 DEFAULT_GRACE_SECONDS = 30.0
 UNREACHABLE, OVER = "unreachable", "over"
-TOLD_AFTER = 5  # failures in a row, about half a minute: shorter interruptions are not reported
 
 
 class RemoteRun:
@@ -108,8 +106,6 @@ class RemoteRun:
             write_end_record(self.run, None, after_attempt=self._launch.after_attempt, text=text, failed=True)
         self._save(sight=OVER)
         self._lock.release()
-        if text:
-            tell_end(self.run, None, is_asked=False)
 
     def poll(self) -> None:
         """Read the worker's status once and act on it. Record a target that does not answer as unreachable."""
@@ -143,8 +139,6 @@ class RemoteRun:
                 if self._follower is not None:
                     self._follower.stop()
                 self._lock.release()
-        if self.failures == TOLD_AFTER:
-            tell("unreachable", {"run_id": self.run.run_id, "name": self.run.brief()[0], "text": problem})
 
     def _finish(self, status: WorkerStatus) -> None:
         handle, text, refused = self._launch.handle, status.text, ""
@@ -176,7 +170,6 @@ class RemoteRun:
             sent = self._follower.stop().advice(self.run.run_id)
             self._save(warning=said or sent)
         self._lock.release()
-        tell_end(self.run, status.exit_code, is_asked=bool(self._obeyed))
 
     def _obey_requests(self) -> None:
         request, now = self._request(), time.monotonic()

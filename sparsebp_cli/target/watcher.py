@@ -27,7 +27,6 @@ from filelock import FileLock
 
 from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunBusyError, SparseBPError
-from sparsebp_cli.notify import tell_end
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, keep_private, read
@@ -106,7 +105,6 @@ class LocalRun:
             self._save(warning=follower.stop().advice(self.run.run_id))
         # Release after the last metrics are sent: a free lock means that the job is settled.
         self._lock.release()
-        tell_end(self.run, exit_code, is_asked=bool(self._signals))
 
     def _write_end(self, exit_code: int | None) -> None:
         killed = exit_code == -signal.SIGKILL and self._signals

@@ -271,7 +271,7 @@ def replace_store(put: Put) -> Put:
 
 HOME: dict[str, Put] = {
     f"{name}: {form}": replace_store(ANY_FILE[form]) if name == "mlflow.db" else replace(name, ANY_FILE[form])
-    for name in ("mlflow.db", "error.log", "notify.log", "runs", "studies", "cache", "judge", "studies/s.json")
+    for name in ("mlflow.db", "error.log", "runs", "studies", "cache", "judge", "studies/s.json")
     for form in ("a pipe", "without end", "bytes", "a link out")
 }
 SHELL: dict[str, dict[str, str]] = {
@@ -293,7 +293,7 @@ SHELL: dict[str, dict[str, str]] = {
     "a home without end": {"SPARSEBP_HOME": "/proc/self/fd/9999/x"},
     "no home of the user": {"HOME": "/dev/null/nowhere", "XDG_CONFIG_HOME": "/dev/null/x"},
     "odd folders for mounts": {"SPARSEBP_MOUNTS": ":::../..:/:\n"},
-    "files that are missing": {"SPARSEBP_TARGETS": "/dev/null/t", "SPARSEBP_SETTINGS": "/dev/null/s"},
+    "files that are missing": {"SPARSEBP_TARGETS": "/dev/null/t"},
 }  # fmt: skip
 
 # Each kind: the word that stands for it in a line (none: every verb meets it), and what is tried.
@@ -307,7 +307,6 @@ KINDS: dict[str, tuple[str | None, Mapping[str, object]]] = {
     "text": ("TEXT", TEXTS),
     "store and home": (None, HOME),
     "targets.yaml": (None, ANY_FILE | YAML),
-    "settings.yaml": (None, ANY_FILE | YAML),
     "variable": (None, SHELL),
     "working folder": (None, {"git, modules, programs": None}),
 }
@@ -373,8 +372,6 @@ def lines_of(verb: str, kind: str) -> tuple[str, ...]:
     if verb == "doctor" and kind != "working folder":
         return ()  # it starts interpreters that import torch and MLflow, which takes ten seconds for each form
     word, _ = KINDS[kind]
-    if kind == "settings.yaml" and verb == "run":
-        return ("run FAKE",)  # what is only looked at tells nobody anything
     if word is None:
         return ROWS[verb][:1]
     lists = LISTING if word == "RUN" else set()  # a run that is in the store is met by what lists it, too

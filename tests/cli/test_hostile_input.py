@@ -124,7 +124,7 @@ class Ground:
             self._restore(place)
         for name, value in {
             "SPARSEBP_HOME": str(self.home), "SPARSEBP_TARGETS": str(self.place / "targets.yaml"),
-            "SPARSEBP_SETTINGS": str(self.place / "settings.yaml"), "PIP_NO_INDEX": "1",
+            "PIP_NO_INDEX": "1",
             "PYTHONPATH": f"{TESTS / 'cli'}{os.pathsep}{TESTS / 'target'}", "HOME": str(self.place),
         }.items():  # fmt: skip
             self.monkeypatch.setenv(name, value)
@@ -182,7 +182,7 @@ class Ground:
                 given(self.work / "a.tar.gz")
             case "store and home":
                 given(self.home)
-            case "targets.yaml" | "settings.yaml":
+            case "targets.yaml":
                 remove(self.place / kind)
                 given(self.place / kind)
         return {"MODEL": "model.yaml"}

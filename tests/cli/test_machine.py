@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sparsebp_cli.cli.checkup import check_notices
 from sparsebp_cli.run import History
 
 from .conftest import TESTS, Cli, Write, write_run
@@ -52,6 +53,20 @@ def test_doctor_finds_this_machine_well(cli: Cli) -> None:
     found = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines() if line.startswith((" ok", " warn"))}
     assert set(found) >= {"python", "packages", "torch", "threads", "home", "disk", "tracking", "policies", "recipes"}
     assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
+
+
+def test_settings_of_notifications_are_one_warning(
+    cli: Cli, write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tmp_path / "settings.yaml"
+    monkeypatch.setenv("SPARSEBP_SETTINGS", str(settings))
+    assert check_notices() == []
+    settings.write_text("notify: [{command: [notify-send, done]}]\n")
+    text = f"{settings} has no effect: `notify` was removed after 0.5; write `; notify-send done` after the command"
+    assert [(found.level, found.text) for found in check_notices()] == [("warn", text)]
+    done = cli("run", write_recipe(), SPARSEBP_SETTINGS=str(settings))
+    assert done.returncode == 0
+    assert text in done.stderr.replace("\n", " ")
 
 
 def test_doctor_fails_on_what_keeps_runs_from_working(cli: Cli, tmp_path: Path) -> None:

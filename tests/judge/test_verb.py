@@ -14,7 +14,6 @@ import pytest
 from sparsebp_cli.cli.app import main
 from sparsebp_cli.run import State, list_runs, read
 from sparsebp_lab.judge.ledger import Ledger
-from sparsebp_tools.notify import event
 
 from .conftest import Cli, Start
 from .here import HereDriver, write_recipe
@@ -57,25 +56,6 @@ def test_people_and_programs_get_the_same_answer(
     told = json.loads(capsys.readouterr().out)
     assert told["test"]["pairs"] == 6
     assert told["test"]["low"] > 0.0
-
-
-def test_who_wants_to_be_told_is_told_of_each_judgement_once(
-    here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told, settings = tmp_path / "told", tmp_path / "settings.yaml"
-    settings.write_text(f"notify:\n- {{command: [sh, -c, 'cat >> {told}; echo >> {told}'], on: [judged]}}\n")
-    monkeypatch.setenv("SPARSEBP_SETTINGS", str(settings))
-    final = (*WORDS, "--set", "training.learning_rate=0.5", "--final")
-    for words in (BETTER, BETTER, final, final):  # the second of each pair asks again, and trains nothing
-        assert call(monkeypatch, *words) == 0
-        for process in event._started:
-            assert process.wait(60) == 0
-    events = [json.loads(line) for line in told.read_text().splitlines()]
-    assert [one["event"] for one in events] == ["judged"] * 2
-    first, second = (one["facts"] for one in events)
-    assert (first["outcome"], first["answered"], first["metric"], first["test"]) == ("better", True, "eval/loss", None)
-    assert (first["candidate"], first["baseline"]) == ("base training.learning_rate=0.5", "base")
-    assert (second["question"], second["test"]["pairs"]) == (first["question"], 6)
 
 
 def test_a_candidate_is_a_recipe_a_policy_or_a_change(

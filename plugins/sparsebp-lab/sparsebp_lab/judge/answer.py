@@ -180,13 +180,6 @@ class JudgeAnswer:
         """Store the answer beside the ledger, which must never become shorter than it is now."""
         self.ledger.keep_answer(self.question.digest, self.to_facts())
 
-    def brief(self) -> dict[str, object]:
-        """Return plain data for the notification at the end."""
-        facts = self.to_facts()
-        names = {side: self.question.asked[side]["name"] for side in ("candidate", "baseline")}
-        kept = ("question", "outcome", "answered", "reason", "more_seeds", "metric", "gain", "test", "spent")
-        return names | {key: facts[key] for key in kept}
-
     def lines(self) -> list[str]:
         """Return lines of text for people."""
         one, metric = self.question, self.proposal.metric.name

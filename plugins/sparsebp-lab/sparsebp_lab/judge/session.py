@@ -49,7 +49,6 @@ class JudgeSession:
         self.proposal = arms.proposal
         self.is_stopped = False  # a signal came: start no further runs
         self.is_out_of_budget = False
-        self.has_news = False  # whether this command has added a look or an answer to the ledger
         self._trained: dict[str, SideTrial] = {}  # by id; runs that this judge has not charged yet
         self._charged: set[str] = set()
 
@@ -199,7 +198,6 @@ class JudgeSession:
         charged = {self.arms.find_run(trial): self.arms.find_cost(trial) for trial in self._trained.values()}
         more: dict[str, object] = {"charged": charged} if charged else {}
         self.ledger.write({"kind": kind, "question": self.proposal.digest} | values | more)
-        self.has_news |= kind in {"look", "answered"}
         self._charged |= self._trained.keys()
         self._trained = {}
 

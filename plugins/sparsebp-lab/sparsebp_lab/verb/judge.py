@@ -194,7 +194,6 @@ def _load(file: Path, changes: Sequence[str], name: str = "") -> Contender:
 
 def _judge(arms: Arms[Any], terms: Terms | None) -> JudgeAnswer:
     """Run the question to its answer, or to a signal."""
-    from sparsebp_cli.notify import tell as notify
     from sparsebp_lab.judge.answer import JudgeAnswer
     from sparsebp_lab.judge.budget import QuestionBudget
     from sparsebp_lab.judge.ledger import Ledger
@@ -207,8 +206,6 @@ def _judge(arms: Arms[Any], terms: Terms | None) -> JudgeAnswer:
         question = session.run() if terms is not None else session.open_test()
     answer = JudgeAnswer(proposal, question, session.book, ledger, terms, session.is_stopped)
     answer.save()
-    if session.has_news and not session.is_stopped:  # after a stop, or without news, the user knows the answer
-        notify("judged", answer.brief())
     return answer
 
 
