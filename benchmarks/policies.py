@@ -47,7 +47,6 @@ WAYS: Ways = {
     "mvue 2:4": {"name": "mvue", **HEAD},
     "pld": {"name": "pld"},
     "random 0.25": {"name": "random", "keep": 0.25, **HEAD},
-    "random-ltd": {"name": "random-ltd", "min_tokens": 8, "increase_step": 4},
     "random-child": {"name": "random-child", **NODES},
     "selective-backprop": {"name": "selective-backprop", "keep": 0.5, **BEGIN},
     "sketch 0.2": {"name": "sketch", "keep": 0.2},

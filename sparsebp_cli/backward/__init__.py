@@ -29,7 +29,6 @@ from sparsebp_cli.backward.kind.score.scorer import (
     next_tokens,
 )
 from sparsebp_cli.backward.kind.score.token_scores import check_vocabulary, score_reference
-from sparsebp_cli.backward.kind.token.layer_positions import LayerPositions
 from sparsebp_cli.backward.kind.transfer import upload
 from sparsebp_cli.backward.linear.function import autocast, weight_of
 from sparsebp_cli.backward.linear.input_saver import SavedInput, SavesInputs
@@ -62,7 +61,6 @@ __all__ = [
     "GradientComparison",
     "HasLogits",
     "LayerNumbers",
-    "LayerPositions",
     "ModuleTrace",
     "Moved",
     "Movement",

@@ -26,7 +26,6 @@ MOVED = frozenset(
         "mezo",
         "mvue",
         "pld",
-        "random-ltd",
         "rho",
         "rollouts",
         "selective-backprop",
@@ -50,6 +49,7 @@ REMOVED = {
     "meprop": "use topk",
     "pamm": "use gact, wta-crs, velora or compact",
     "partial-forward": "its effect was not shown",
+    "random-ltd": "its effect was not shown",
     "sparse-lora": "its effect was not shown",
 }
 OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa", "muon"})

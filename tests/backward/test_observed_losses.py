@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policies.lossless import Lossless
 from sparsebp_cli.policy import (
     Examples,
     Measure,
@@ -29,7 +30,6 @@ from sparsebp_cli.policy import (
 from sparsebp_shelf.block import BlockDropper, BlockGradient, ResidualBlock
 from sparsebp_shelf.example import ExampleSelector
 from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop, rank
-from sparsebp_shelf.token_router import RandomLTD
 from tests.backward.families import tiny_decoder
 from tests.promise import Nothing
 
@@ -241,12 +241,10 @@ def test_a_resumed_history_is_the_uninterrupted_one_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters(), strict=True))
 
 
-class WatchingRoutes(Watching, RandomLTD):
+class WatchingPacks(Watching, Lossless):
     what: ClassVar[type[Observed]] = SiteGradient
 
 
 def test_a_kind_that_is_given_no_state_is_refused_by_name() -> None:
-    with pytest.raises(
-        UnsupportedError, match="WatchingRoutes keeps a state, which is not supported for a TokenRouter"
-    ):
-        train(WatchingRoutes())
+    with pytest.raises(UnsupportedError, match="WatchingPacks keeps a state, which is not supported for a BatchPacker"):
+        train(WatchingPacks())

@@ -186,7 +186,6 @@ SHORT: dict[str, Any] = {
     "tokens": {"name": "tokens", "keep": 0.25, "score": "random"},
     "tokens detach": {"name": "tokens", "keep": 0.25, "score": "random", "mode": "detach"},
     "lossless": {"name": "lossless", "verify": "never"},
-    "random-ltd": {"name": "random-ltd", "min_tokens": 8, "increase_step": 4},
     "rows and frozen": [{"name": "topk", "keep": 0.25, "along": "rows"}, {"name": "frozen", "turn": "layers"}],
 }
 

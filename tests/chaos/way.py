@@ -74,8 +74,6 @@ WAYS: dict[str, Sections] = {
     "subnet": _policy("subnet", keep=0.3, batches=2),
     "mezo": _policy("mezo", scale=1e-2)
     | {"training": {"optim": "sgd", "max_grad_norm": None, "learning_rate": 1e-4, "gradient_accumulation_steps": 2}},
-    "random-ltd": _policy("random-ltd", min_tokens=4, increase_step=1)
-    | {"model": {"config": LLAMA | {"num_hidden_layers": 4, "attention_dropout": 0.1}}},
     "max-child": _policy("max-child", leaves="always", ties="random") | _NODES,
     "random-child": _policy("random-child", leaves="always") | _NODES,
     "stride": _policy("stride", every=3),

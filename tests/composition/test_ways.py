@@ -26,9 +26,8 @@ EXACT, ROUNDED, SINGLE, COARSE = 1e-12, 1e-6, 1e-4, 0.05
 # What the worker carries out and `attach` refuses: the table of choices in a recipe has these instead.
 KINDS = find_kinds().kinds
 OF_RECIPES = tuple(kind.name for kind in KINDS if kind.by_worker)
-# Without a backward there is no plain one to compare with, and a token router leaves a model of two layers as it is:
-# test_mezo.py and test_routing.py in plugins/sparsebp-shelf/tests have their references.
-ELSEWHERE = (*(kind.name for kind in KINDS if not kind.has_backward), "TokenRouter")
+# Without a backward there is no plain one to compare with: test_mezo.py in sparsebp-shelf has a reference.
+ELSEWHERE = tuple(kind.name for kind in KINDS if not kind.has_backward)
 LEAVES_ROWS_OUT = tuple(kind.name for kind in KINDS if kind.shortens and not kind.weighs_examples)
 
 

@@ -31,7 +31,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pld": ({}, {}),
     "random": ({"keep": 0.5}, {}),
     "random-child": ({}, {"sites": "nodes"}),
-    "random-ltd": ({"min_tokens": 4, "increase_step": 1}, {}),
     "rho": ({"keep": 0.5}, {"reference": "batch"}),
     "rollouts": ({"keep": 0.5}, {}),
     "selective-backprop": ({"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}, {}),

@@ -60,7 +60,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "pld": [{}],
     "random": [{"keep": 0.25}],
     "random-child": [{}],
-    "random-ltd": [{"min_tokens": 4, "increase_step": 2}],
     "rho": [{"keep": 0.25}, {"keep": 0.25, "reference_scores": "fly"}],
     "rollouts": [{"keep": 0.5}],
     "selective-backprop": [{"keep": 0.5, **WHOLE}, {}],

@@ -18,7 +18,6 @@ KINDS_HERE: dict[str, list[dict[str, Any]]] = {
     "GradientEstimator": [{"name": "mezo"}],
     "InputSaver": [{"name": "wta-crs", "keep": 0.5}],
     "PartSelector": [{"name": "subnet", "keep": 0.3, "by": "random"}],
-    "TokenRouter": [{"name": "random-ltd", "min_tokens": 4, "increase_step": 1}],
 }
 INSTALLED = {kind.name: kind for kind in find_kinds().kinds if kind not in KINDS}
 
