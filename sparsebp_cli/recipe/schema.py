@@ -52,7 +52,7 @@ class LoraSection(Section):
     r: PositiveInt = Field(8, description="Rank of the adapters.")
     lora_alpha: PositiveInt = Field(
         16,
-        description="Scale of the adapters' update: it is multiplied by lora_alpha / r, or with use_rslora by "
+        description="Scale of the adapters. Their output is multiplied by lora_alpha / r, or with use_rslora by "
         "lora_alpha / sqrt(r).",
     )
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
@@ -77,12 +77,12 @@ class LoraSection(Section):
         "model is merged.",
     )
     bias: Literal["none", "all", "lora_only"] = Field(
-        "none", description="Which biases are trained: none, all, or lora_only, those of layers with adapters."
+        "none", description="Biases to train. none: none. all: all. lora_only: those of layers with adapters."
     )
     modules_to_save: list[str] | None = Field(
         None,
-        description="Names of modules that are trained whole, beside the adapters, such as lm_head; null: none but a "
-        "new classification head.",
+        description="Names of modules, such as lm_head, whose weights are all trained, in addition to the adapters. "
+        "null: only a new classification head.",
     )
     trainable_token_indices: list[CountFromZero] | None = Field(
         None, description="Ids of tokens whose rows of the embedding are trained, beside the adapters; null: none."
@@ -199,8 +199,8 @@ class ModelSection(Section):
     )
     attention: str = Field(
         "sdpa",
-        description="transformers' attention implementation: sdpa or eager. On CUDA also flex_attention. On CUDA with "
-        "its package also flash_attention_2, flash_attention_3 or kernels-community/NAME.",
+        description="transformers' attention implementation: sdpa or eager. On CUDA also flex_attention. On CUDA, if "
+        "the package is installed, also flash_attention_2, flash_attention_3 or kernels-community/NAME.",
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
         None, description="Probability of all dropouts of the model; null: the probabilities in the model's config."
@@ -221,8 +221,8 @@ class ModelSection(Section):
     )
     adapter: str | None = Field(
         None,
-        description="Train this peft adapter further: the folder of the adapter, or of a run's model. name must be "
-        "its base model. null: none.",
+        description="Folder of a peft adapter, or of a run's model with an adapter, to train further. model.name must "
+        "be the adapter's base model. null: none.",
     )
 
     @field_validator("attention")
@@ -306,12 +306,12 @@ class DatasetSection(Section):
         "to validation. null: none.",
     )
     test_split: str | None = Field(
-        None, description="Name of the split that is read only once, after the last step, for test/loss. null: none."
+        None, description="Split of test data, which a run evaluates only once, after the last step. null: none."
     )
     test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
-        description="Instead of test_split: fraction of the validation rows that is used only for test/loss. The "
-        "training data stay the same. null: none.",
+        description="Instead of test_split: fraction of the validation rows that becomes test data. The training data "
+        "stay the same. null: none.",
     )
     text_column: str = Field(
         "text", description="Column of texts, for the formats text, classification and regression."
@@ -327,31 +327,31 @@ class DatasetSection(Section):
     completion_column: str = Field("completion", description="Column of completions, for format completion.")
     columns: dict[str, str | list[str]] = Field(
         default_factory=dict,
-        description="For format chat: names of columns, keys and roles in the data. If a column contains lists of "
-        "messages, give messages, and where they differ tools, role, content, system, user, assistant and tool. "
-        "Otherwise give the columns of each role. A list of columns is joined by empty lines: {user: [instruction, "
-        "input], assistant: output}.",
+        description="For format chat: other names in the data. If a column contains lists of messages: messages and "
+        "tools are columns, role and content keys of a message, and system, user, assistant and tool values of role. "
+        "Otherwise, system, user and assistant are columns. A list of columns is joined by empty lines: {user: "
+        "[instruction, input], assistant: output}.",
     )
     chat_template: str | None = Field(
         None,
-        description="For messages: file of a Jinja chat template, which is stored in the run's plan; null: the "
-        "tokenizer's own template.",
+        description="For data with messages: file of a Jinja chat template, whose text is stored with the run. null: "
+        "the tokenizer's own template.",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
-        description="For format chat: the messages that are trained on. assistant: all of the assistant. last: only "
-        "the last of the assistant. all: all messages. If a message has its own weight, such as 0, its loss is "
-        "multiplied by it.",
+        description="For format chat: the messages that are trained on. assistant: all assistant messages. last: only "
+        "the last assistant message. all: all messages. If a message has a key weight, its loss is multiplied by this "
+        "weight.",
     )
     weight_column: str | None = Field(
         None,
-        description="Column of weights of the training loss: a number per row, a list with a number per message, or "
-        "[[start, end, weight], ...] in characters. Other tokens have the weight 1. Tokens of weight 0 are not "
+        description="Column of weights for the training loss. A row has one number, a list with a number per message, "
+        "or [[start, end, weight], ...] in characters. Other tokens have the weight 1. Tokens of weight 0 are not "
         "trained. Evaluations use no weights. null: none.",
     )
     completion_only_loss: bool = Field(
         True,
-        description="For format completion: true if the prompts are not trained on. Evaluations never count prompts.",
+        description="For format completion: leave prompts out of the training loss. Evaluations never count prompts.",
     )
     label_column: str = Field(
         "label",
@@ -359,11 +359,11 @@ class DatasetSection(Section):
         "numbers.",
     )
     max_examples: PositiveInt | None = Field(
-        None, description="Number of rows that are used of each split, from its start. null: all."
+        None, description="Largest number of rows that are read from each split, from its start. null: all."
     )
     max_train_examples: PositiveInt | None = Field(
         None,
-        description="Number of training examples that are used, from the start; for packed text, number of blocks. "
+        description="Largest number of training examples, from the start; for packed text, number of blocks. "
         "Validation and test data stay the same. null: all.",
     )
 
@@ -493,19 +493,19 @@ class TrainingSection(Section):
     )
     early_stopping_patience: PositiveInt | None = Field(
         None,
-        description="Number of evaluations in a row that may bring no new best value of checkpoint.keep_best; then "
-        "the run finishes. The learning rate still follows the schedule of max_steps. null: no early stop.",
+        description="Finish the run after this many evaluations in a row without a new best value of "
+        "checkpoint.keep_best. The learning rate still follows the schedule of max_steps. null: no early stop.",
     )
     max_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Finish the run when all steps together took this many seconds, if max_steps is not reached "
-        "before. Measurements and checkpoints do not count. A resumed run counts on. The learning rate still follows "
-        "the schedule of max_steps. null: no limit.",
+        description="Finish the run when its steps took this many seconds in all, or at max_steps if that comes "
+        "first. Measurements and checkpoints do not count. Time before a resume counts. The learning rate still "
+        "follows the schedule of max_steps. null: no limit.",
     )
     max_cost: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Like max_seconds, but a limit of the FLOPs of forward, backward and update. The unit is the mean "
-        "dense step on the run's own batches. null: no limit.",
+        description="Like max_seconds, but a limit on the FLOPs of forward, backward and update. The unit is the mean "
+        "FLOPs of a dense step on the run's own batches. null: no limit.",
     )
     max_flops: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
@@ -575,8 +575,8 @@ class TrainingSection(Section):
     )
     group_by: Literal["length", "prefix"] | None = Field(
         None,
-        description="Form batches of examples that have a similar length, or the same first 16 tokens. This changes "
-        "the order of the data. null: a random order.",
+        description="Form batches of similar examples, which changes the order of the data. length: of similar "
+        "length. prefix: with the same first 16 tokens. null: a random order.",
     )
     seed: CountFromZero = Field(0, description="Seed of the data order, dropout, new adapters and random policies.")
 
@@ -673,19 +673,19 @@ class MeasureSection(Section):
     )
     fidelity_draws: PositiveInt = Field(
         1,
-        description="Number of gradients that a random policy draws in each comparison. From 2 on, bias and variance "
-        "are measured.",
+        description="For random policies: number of gradients to draw in each comparison. With 2 or more, bias and "
+        "variance are measured.",
     )
     independent_examples: PositiveInt | None = Field(
         None,
-        description="Number of further training examples. In each comparison, their dense gradient is compared with "
-        "that of the policy, and of dense with a smaller batch at the same cost. This needs further dense passes. "
-        "null: none.",
+        description="Number of further training examples whose dense gradient is a reference. Each comparison "
+        "compares with it the policy's gradient, and the dense gradient of a smaller batch of equal cost. This needs "
+        "more dense passes. null: none.",
     )
     metric: str | None = Field(
         None,
-        description="The validation metric that decides: studies choose by it, and compare shows it or its value on "
-        "the test split. null: the loss, or the accuracy of a classification.",
+        description="Validation metric by which studies choose. compare shows this metric, or its value on the test "
+        "split. null: the loss, or the accuracy of a classification.",
     )
     generate: GenerateSection | None = Field(
         None,
@@ -722,9 +722,9 @@ class CheckpointSection(Section):
     keep_last: PositiveInt = Field(2, description="Number of newest checkpoints that are kept.")
     keep_best: str | None = Field(
         None,
-        description="A validation metric, such as eval/loss, that the run measures and whose better direction is "
-        "known. The checkpoint of its best evaluation is kept, too. At the end, its weights are saved in best/, "
-        "beside the last weights in model/. null: keep only the newest checkpoints.",
+        description="Validation metric, such as eval/loss, whose best checkpoint is kept, too. SparseBP must know "
+        "whether lower or higher is better. At the end, the best weights are in best/, and the last in model/. null: "
+        "keep only the newest checkpoints.",
     )
     stop_at: PositiveInt | None = Field(
         None,
