@@ -46,7 +46,7 @@ OWN = ("started", "pid", "code")  # files that the engine adds to a run's folder
 class FolderOptions(TargetOptions):
     """A folder of this machine, as on a host without a scheduler."""
 
-    there: Path = Field(description="The folder; it is made if it does not exist.")
+    there: Path = Field(description="Folder in which runs train. It is created if it does not exist.")
 
 
 @final

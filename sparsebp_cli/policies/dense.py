@@ -29,8 +29,8 @@ class Dense(GradientSelector):
     )
 
     # These options have no effect, because nothing is cut. The keys remain because recorded runs contain them.
-    keep_warmup_steps: Literal[0] = Field(0, description="Nothing is cut at any step.")
-    error_feedback: Literal[False] = Field(False, description="Nothing is cut that could be fed back.")
+    keep_warmup_steps: Literal[0] = Field(0, description="No effect: this policy keeps every gradient whole.")
+    error_feedback: Literal[False] = Field(False, description="No effect: this policy keeps every gradient whole.")
 
     @property
     def exact(self) -> bool:

@@ -49,32 +49,32 @@ class Frozen(ParameterSelector):
     )
 
     train: list[Pattern] | None = Field(
-        None, description="Parameters that are trained: globs over names of parameters or modules, or /regex/."
+        None, description="Parameters to train: globs over parameter or module names, or /regex/. null: all but freeze."
     )
     freeze: list[Pattern] | None = Field(
-        None, description="Parameters that are frozen: globs over names of parameters or modules, or /regex/."
+        None, description="Parameters to freeze: globs over parameter or module names, or /regex/. null: all but train."
     )
     turn: Literal["layers"] | None = Field(
         None,
-        description="layers: of the trained parameters, only some layers (of an encoder and a decoder) are trained at "
-        "a time, in turns. null: all are trained at every step.",
+        description="layers: train the layers in turns, at_once of them at a time. Trained parameters outside the "
+        "layers, such as embeddings, are trained at every step. null: train all layers at every step.",
     )
     order: Order = Field(
         "descending",
-        description="Order of the turns: from the last layer, from the first, a new random order each round, or layers "
-        "that are drawn for each turn independently of those before.",
+        description="Order of the turns. descending: from the last layer to the first. ascending: from the first to "
+        "the last. random: a new random order each round. independent: draw the layers of each turn separately.",
     )
-    every: PositiveInt = Field(1, description="Optimizer steps that a turn lasts.")
-    at_once: PositiveInt = Field(1, description="Layers that are trained in one turn.")
+    every: PositiveInt = Field(1, description="Number of optimizer steps in a turn.")
+    at_once: PositiveInt = Field(1, description="Number of layers that are trained in one turn.")
     optimizer_state: Literal["keep", "drop", "cpu"] = Field(
         "keep",
-        description="What becomes of the optimizer's state of a layer when its turn ends. drop: it is freed, and the "
-        "layer's next turn starts as a new training. cpu: it is in the CPU's memory until the layer's next turn.",
+        description="What happens to the optimizer state of a layer when its turn ends. keep: nothing. drop: it is "
+        "deleted; the next turn starts without it. cpu: it moves to CPU memory until the next turn.",
     )
     learning_rate: Literal["step", "turn", "cycle"] = Field(
         "step",
-        description="How often the learning rate follows its schedule. step: at each step. turn: at the first step of "
-        "each turn. cycle: at the first step of each round through all layers.",
+        description="When the learning rate is set anew from its schedule. step: at each step. turn: at the first "
+        "step of each turn. cycle: at the first step of each round through all layers.",
     )
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ class MaxChild(ChildRouter):
 
     ties: Literal["first", "all", "random"] = Field(
         "first",
-        description="Which of several equally large children to take; a residual sum has the same gradient for both.",
+        description="Which child to continue into if several have equally large gradients, as in a residual sum.",
     )
 
     @property

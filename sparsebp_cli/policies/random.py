@@ -36,7 +36,7 @@ class Random(StructuredSelector):
     )
 
     weighted: bool = Field(
-        False, description="Multiply what is kept by 1 / probability, so that a site's gradient is unbiased."
+        False, description="Whether kept parts are multiplied by 1 / probability, which makes the gradient unbiased."
     )
 
     @property

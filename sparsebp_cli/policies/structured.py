@@ -34,14 +34,16 @@ _PLACES = {"rows": ("batch", "example"), "elements": ("batch", "example", "row")
 class StructuredSelector(GradientSelector):
     """A gradient selector that scores parts of the gradient and keeps the parts of largest score."""
 
-    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Share that is kept, in (0, 1]; 1.0 is dense.")
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Fraction that is kept, in (0, 1]; 1.0 is dense.")
     along: Literal["rows", "columns", "blocks", "elements", "2:4"] = Field(
-        "rows", description="What is selected: token rows, output features, blocks, single entries, two of every four."
+        "rows",
+        description="What is selected. rows: token positions. columns: output features. blocks: rectangles of "
+        "positions and features. elements: single entries. 2:4: two of every four neighbouring features in each row.",
     )
     within: Literal["batch", "example", "row"] = Field(
-        "batch", description="Where the share is taken: over the whole gradient, or within each example or token row."
+        "batch", description="batch: keep this fraction of the whole gradient. example, row: of each example or row."
     )
-    block: tuple[PositiveInt, PositiveInt] = Field((32, 32), description="Token rows and features of a block.")
+    block: tuple[PositiveInt, PositiveInt] = Field((32, 32), description="Size of blocks: token rows, output features.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -67,21 +67,20 @@ class SelectedTokens(ScoredTokenSelector):
     )
 
     score: Literal["mask", "random", "loss", "excess", "entropy", "gradient_norm", "tokenseek", "update"] = Field(
-        description="mask: all tokens that the data marks; loss, entropy: the model's own at this step; gradient_norm: "
-        "the length of the loss' gradient at the token's logits; excess: the loss minus the reference's; tokenseek: "
-        "attention received in the last layer, and the length of the gradient at its input; update: the lengths of "
-        "what the layers add to the residual stream; random: the control at the same budget."
+        description="mask: no score, train all marked tokens. loss, entropy: those of the model at this step. "
+        "gradient_norm: norm of the gradient at the token's logits. excess: loss minus the reference model's. "
+        "tokenseek: attention received in the last layer, plus the gradient norm at its input. update: norms of what "
+        "layers add to the residual stream. random: as a control."
     )
     attention_weight: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
         None,
-        description="With score: tokenseek, the share of attention in the sum; 1 leaves the gradient out, 0 attention. "
-        "null: 0.5.",
+        description="With 'score: tokenseek': weight of attention, 0 to 1; the gradient has the rest. null: 0.5.",
     )
     draw: Literal["largest", "proportional"] = Field(
         "largest",
-        description="largest: the targets of largest score are trained. proportional: they are drawn with "
-        "probabilities in proportion to the score, each with the weight 1 / probability, so that the gradient is that "
-        "of all targets in the mean.",
+        description="largest: train the target tokens with the largest scores. proportional: draw target tokens in "
+        "proportion to their scores, and weight each by 1 / probability. The expected gradient is then that of all "
+        "target tokens.",
     )
 
     constants: ClassVar[tuple[str, ...]] = ("attention_weight",)  # it determines which scores are computed

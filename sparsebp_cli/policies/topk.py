@@ -39,7 +39,7 @@ class TopK(StructuredSelector):
         code="lancopku/meProp, no licence.",
     )
 
-    by: Literal["l1", "l2"] = Field("l2", description="Norm of a row, feature or block; an entry's is its magnitude.")
+    by: Literal["l1", "l2"] = Field("l2", description="Norm that ranks rows, features or blocks. Entries: magnitude.")
 
     @property
     def unbiased(self) -> bool:

@@ -270,14 +270,14 @@ class GradientSelector(Policy):
 
     where: list[str] | None = Field(
         None,
-        description="Globs over the names of the sites at which the policy decides, such as *.mlp.*. Other "
-        "sites stay dense. null: everywhere.",
+        description="Linear layers (with 'backward.sites: nodes', autograd nodes) at which the policy acts: globs "
+        "over names, such as *.mlp.*. Others stay dense. null: all.",
         min_length=1,
     )
     layers: list[int] | None = Field(
         None,
-        description="Layers in which the policy decides, from 0, or from the end as -1; an encoder's come before a "
-        "decoder's. Other layers stay dense. null: everywhere.",
+        description="Numbers of the transformer layers in which the policy acts, from 0, or from the end as -1. "
+        "Layers of an encoder are counted before those of the decoder. Other layers stay dense. null: all.",
     )
     keep_warmup_steps: NonNegativeInt = Field(
         0,
@@ -285,8 +285,7 @@ class GradientSelector(Policy):
     )
     error_feedback: bool = Field(
         False,
-        description="Whether the part of a site's gradient that was cut is added to it at the next step, before the "
-        "selection.",
+        description="Whether the cut part of a layer's gradient is added at the next step, before the selection.",
     )
 
     @abstractmethod

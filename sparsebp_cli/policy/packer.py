@@ -64,8 +64,8 @@ class BatchPacker(Policy):
     prefixes: Literal["share", "update", "separate"] = Field(
         "share",
         description="share: compute a prefix that several examples of a batch have in common once. update: compute it "
-        "once for all micro-batches of an optimizer step, which a recipe arranges. separate: compute it in each "
-        "example.",
+        "once for all micro-batches of an optimizer step (your own loop must call engine.expect). separate: compute "
+        "it in each example.",
     )
     verify: Literal["never", "first", "always"] = Field(
         "first",
@@ -75,8 +75,8 @@ class BatchPacker(Policy):
 
     logits: Literal["tiles", "whole"] = Field(
         "tiles",
-        description="tiles: if it needs less memory, run the head and the model's own loss for a part of the rows at a "
-        "time, and compute the logits of all rows only when the script reads them. whole: keep all logits.",
+        description="tiles: if this needs less memory, run the head and the model's loss on some token positions at a "
+        "time. All logits are computed only when the script reads them. whole: keep all logits.",
     )
 
     @property

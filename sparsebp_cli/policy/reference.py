@@ -19,12 +19,12 @@ class ReferenceReader(Policy):
     the two options. In your own training loop, pass the reference model as ``attach(reference=...)``."""
 
     reference: str | None = Field(
-        None, description="Model, by name or path, whose loss of each token is the score reference_loss."
+        None, description="Name or path of a reference model, with whose losses the policy compares; null: none."
     )
     reference_scores: Literal["cached", "fly"] = Field(
         "cached",
-        description="cached: the reference scores the training data once, and the scores are stored on disk; fly: it "
-        "scores each batch when the batch is trained on.",
+        description="cached: the reference model computes the losses of all training data once, and they are stored "
+        "on disk. fly: it computes the losses of each batch when the batch is trained on.",
     )
 
     @property

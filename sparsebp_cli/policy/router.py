@@ -43,16 +43,16 @@ class EdgeRouter(Policy):
 
     missing: Literal["none", "zero"] = Field(
         "none",
-        description="The grad of a trained parameter that no gradient reached: AdamW updates a parameter with a zero "
-        "grad, but not one without.",
+        description="Value of .grad for a trained parameter that no gradient reached. none: None, so optimizers skip "
+        "the parameter. zero: zeros, so AdamW still updates it.",
     )
     lookahead: bool = Field(
         False,
-        description="Run a dense backward before each one, and count the decisions that lead away from its largest "
-        "gradient.",
+        description="Whether to run a dense backward before each backward. It counts the decisions that excluded the "
+        "parameter with the largest gradient.",
     )
     norm: Literal["l1", "l1_mean", "l2"] = Field(
-        "l1", description="Size of a gradient: sum of magnitudes, their mean over the entries, or Euclidean norm."
+        "l1", description="Size of a gradient. l1: sum of magnitudes. l1_mean: their mean. l2: Euclidean norm."
     )
 
     @abstractmethod

@@ -20,12 +20,12 @@ class Schedule(BaseModel):
     )
 
     start: float = Field(alias="from", description="Value at the first step.")
-    to: float = Field(description="Value from the end of the change on.")
+    to: float = Field(description="Value after the change.")
     over: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="Share of the training's steps over which the value changes, in (0, 1]."
+        1.0, description="Fraction of the training's steps over which the value changes, in (0, 1]."
     )
     by: Literal["linear", "cosine", "step"] = Field(
-        "linear", description="The curve; cosine is flat at both ends, step changes at once, at the end of over."
+        "linear", description="Curve of the change. cosine is flat at both ends. step jumps after the fraction `over`."
     )
 
     def value(self, index: int, num_steps: int) -> float:

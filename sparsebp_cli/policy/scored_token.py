@@ -25,14 +25,14 @@ class ScoredTokenSelector(TokenSelector):
     :attr:`unbiased`."""
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Share of the targets that is trained, those of largest score, in (0, 1]; null: all, or band."
+        None, description="Fraction of the target tokens to train, by largest score, in (0, 1]; null: all, or band."
     )
     within: Literal["batch", "example"] = Field(
-        "batch", description="Where the share is taken: over all targets of the batch, or within each example."
+        "batch", description="batch: choose among all target tokens of the batch. example: in each example separately."
     )
     band: tuple[Quantile, Quantile] | None = Field(
         None,
-        description="Instead of keep: train the targets whose score lies between these two quantiles, such as "
+        description="Instead of keep: train the target tokens whose scores lie between these two quantiles, such as "
         "[0.2, 0.7].",
     )
     keep_warmup_steps: NonNegativeInt = Field(
@@ -44,16 +44,16 @@ class ScoredTokenSelector(TokenSelector):
     )
     carry: Literal["trained", "real", "column", "random"] = Field(
         "trained",
-        description="Positions that carry gradient in modes detach and stop. trained: only the trained ones. In "
-        "addition to these: real: all but padding. column: those that carry_column marks. random: random ones.",
+        description="Positions that carry gradient in modes detach and stop. trained: trained positions only. real: "
+        "all but padding. column, random: trained positions, and those that carry_column marks, or random ones.",
     )
     carry_column: str | None = Field(
-        None, description="Column of the data that marks the tokens at which gradient is carried."
+        None, description="With 'carry: column': column of the data that marks the tokens that carry gradient."
     )
     carry_keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None,
-        description="With carry: random, the fraction of each example's positions that carry gradient, beside the "
-        "trained ones.",
+        description="With 'carry: random': fraction of each example's positions that carry gradient in addition to "
+        "trained positions.",
     )
 
     @model_validator(mode="after")

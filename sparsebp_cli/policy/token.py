@@ -82,8 +82,8 @@ class TokenSelector(ReferenceReader):
     mode: TokenMode = Field(
         "exact",
         description="exact: the gradient of the masked loss, without the work that it does not need. detach: keys and "
-        "values of positions that carry no gradient are constants in every layer; biased, and much faster. stop: their "
-        "gradient trains the weights that make them, and ends at the input of the layer; biased less than detach.",
+        "values of positions that carry no gradient are constants in every layer; biased, and much faster. stop: "
+        "their gradients train the weights that compute them, but go no further; biased less than detach.",
     )
 
     @property
