@@ -33,34 +33,34 @@ class SlurmOptions(ContainerOptions):
     """A job of Slurm, submitted here or on a login node over SSH."""
 
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9/][\w.:/@#+-]*$")] = Field(
-        "sparsebp:latest", description="With a container: an image's name for pyxis, a file or URI for apptainer."
+        "sparsebp:latest", description="Image of the container: a name for pyxis, a file or URI for apptainer."
     )
     host: Annotated[str, Field(pattern=r"^ssh://([\w.-]+@)?[\w.-]+(:[0-9]+)?$")] | None = Field(
-        None, description="The login node: ssh://[USER@]HOST[:PORT]; null: this machine."
+        None, description="Login node on which SparseBP runs sbatch: ssh://[USER@]HOST[:PORT]; null: this machine."
     )
     folder: AbsoluteFolder | None = Field(
-        None, description="Folder for running runs, visible to all nodes; null, only without host: $SPARSEBP_HOME."
+        None, description="Folder for runs that all nodes see; required with host. null: $SPARSEBP_HOME."
     )
     setup: list[str] = Field(
-        default_factory=list, description="Shell lines before every command there: module load ..., export ..."
+        default_factory=list, description="Shell lines that run before each command on the cluster: module load ..."
     )
-    partition: Word | None = Field(None, description="--partition.")
-    account: Word | None = Field(None, description="--account.")
-    qos: Word | None = Field(None, description="--qos.")
-    timeout_min: PositiveInt | None = Field(None, description="Time limit in minutes; null: the partition's.")
+    partition: Word | None = Field(None, description="Slurm partition; null: the cluster's default.")
+    account: Word | None = Field(None, description="Slurm account; null: your default account.")
+    qos: Word | None = Field(None, description="Slurm quality of service; null: the default.")
+    timeout_min: PositiveInt | None = Field(None, description="Time limit in minutes; null: the partition's default.")
     gpus: PositiveInt | Annotated[str, Field(pattern=r"^[\w.-]+:[1-9][0-9]*$")] | None = Field(
-        None, description="GPUs of a run, on each node: a number, or TYPE:NUMBER; null: none."
+        None, description="GPUs of a run on each node: NUMBER, or TYPE:NUMBER such as a100:2; null: none."
     )
     cpus: PositiveInt | None = Field(None, description="CPUs of a run, on each node; null: the partition's default.")
     memory: Size | None = Field(
         None, description="Memory of a run, on each node, such as 16g; null: the partition's default."
     )
-    requeue: bool = Field(True, description="Requeue a run after preemption or its time limit.")
+    requeue: bool = Field(True, description="Whether Slurm requeues a run after preemption or its time limit.")
     warning_seconds: Annotated[int, Field(ge=10, le=3600)] = Field(
-        120, description="Seconds before its time limit at which a job is warned, to write a checkpoint."
+        120, description="Seconds before its time limit at which a run writes a last checkpoint."
     )
     container: Literal["none", "apptainer", "pyxis"] = Field("none", description="Program that runs the image, if any.")
-    mounts: list[MountText] = Field(default_factory=list, description="With a container: SOURCE:TARGET[:ro|rw].")
+    mounts: list[MountText] = Field(default_factory=list, description="Mounts: SOURCE:TARGET, read-only, or with :rw.")
     arguments: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\s]*)?$")]] = Field(
         default_factory=list, description="Further options of sbatch, such as --constraint=a100."
     )

@@ -40,19 +40,19 @@ class ContainerOptions(TargetOptions):
     """Options of every target that runs containers."""
 
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/@-]*$")] = Field(
-        "sparsebp:latest", description="Image with SparseBP in it; best with its digest, NAME@sha256:..."
+        "sparsebp:latest", description="Image that contains SparseBP, best with its digest: NAME@sha256:..."
     )
-    python: Annotated[str, Field(min_length=1)] = Field("python", description="Python inside the image.")
+    python: Annotated[str, Field(min_length=1)] = Field("python", description="Command that runs Python for the run.")
 
 
 class DockerOptions(ContainerOptions):
     """A docker or podman container, on this machine or on another one over SSH."""
 
     host: Annotated[str, Field(pattern=r"^(ssh://([\w.-]+@)?[\w.-]+(:[0-9]+)?|unix:///.+)$")] | None = Field(
-        None, description="ssh://[USER@]HOST[:PORT], or unix:///PATH; null: DOCKER_HOST or the current context."
+        None, description="Engine's address: ssh://[USER@]HOST[:PORT] or unix:///PATH; null: DOCKER_HOST or context."
     )
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] | None = Field(
-        None, description="A context of docker, or a connection of podman, in place of a host."
+        None, description="Instead of host: a context of docker, or a connection of podman. null: the current one."
     )
     command: Literal["docker", "podman"] = Field("docker", description="Command line tool of the container engine.")
     pull: Literal["missing", "always", "never"] = Field("missing", description="When the engine pulls the image.")
@@ -66,12 +66,12 @@ class DockerOptions(ContainerOptions):
         default_factory=list, description="Folders of the host: SOURCE:TARGET, read-only; SOURCE:TARGET:rw to write."
     )
     hub_cache: Annotated[str, Field(pattern=r"^/[^:,]*$")] | None = Field(
-        None, description="Folder of the host for downloads from the hub, kept from run to run."
+        None, description="Host folder that keeps downloads from the hub from run to run; null: download each time."
     )
     network: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = Field(
         None, description="Network of the container: none, host, or a name; null: the engine's default."
     )
-    memory: Size | None = Field(None, description="Most memory, such as 16g; null: no limit.")
+    memory: Size | None = Field(None, description="Memory limit, such as 16g; null: no limit.")
     shm_size: Size | None = Field(None, description="Size of /dev/shm, such as 2g; null: the engine's default.")
     user: UserText = Field(NOBODY, description=USER)
 

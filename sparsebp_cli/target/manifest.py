@@ -38,27 +38,27 @@ class KubernetesOptions(ContainerOptions):
     context: Annotated[str, Field(pattern=r"^[\w.:/@-]+$")] | None = Field(
         None, description="Context of kubectl's configuration; null: the current one."
     )
-    namespace: DnsName | None = Field(None, description="Namespace; null: the context's.")
+    namespace: DnsName | None = Field(None, description="Namespace of the pods; null: that of the context.")
     pull: Literal["missing", "always", "never"] = Field("missing", description="When a node pulls the image.")
     claim: DnsName | None = Field(
         None,
-        description="PersistentVolumeClaim for runs, so that a new pod can continue after a lost one; null: none. "
-        "Several nodes need one that all of their pods can mount (ReadWriteMany).",
+        description="PersistentVolumeClaim that stores runs, so that a new pod continues the run of a lost one. With "
+        "several nodes, all pods must be able to mount it (ReadWriteMany). null: none.",
     )
-    gpus: PositiveInt | None = Field(None, description="GPUs of each pod, one pod a node; null: none.")
+    gpus: PositiveInt | None = Field(None, description="GPUs of each pod; each node has one pod. null: none.")
     gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[\w.-]+$")] = Field(
         "nvidia.com/gpu", description="The cluster's resource name of a GPU."
     )
     cpus: Quantity | None = Field(
-        None, description="CPUs of each pod, requested and limited; null: the namespace's default."
+        None, description="CPUs of each pod, as request and limit; null: the namespace's default."
     )
     memory: Quantity | None = Field(
-        None, description="Memory of each pod, such as 16Gi, requested and limited; null: the default."
+        None, description="Memory of each pod, such as 16Gi, as request and limit; null: the namespace's default."
     )
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that a node must have.")
-    priority_class: DnsName | None = Field(None, description="PriorityClass of the pods.")
+    priority_class: DnsName | None = Field(None, description="PriorityClass of the pods; null: the default.")
     queue: DnsLabel | None = Field(
-        None, description="LocalQueue of Kueue in the namespace, which then decides when the run starts; null: none."
+        None, description="Kueue's LocalQueue in the namespace: Kueue decides when the run starts. null: no Kueue."
     )
     nodes_as: Literal["auto", "jobset", "job"] = Field(
         "auto",
@@ -67,11 +67,11 @@ class KubernetesOptions(ContainerOptions):
     )
     backoff_limit: CountFromZero = Field(
         2,
-        description="How many lost pods are replaced, after growing pauses; for a JobSet, how often all of its pods "
+        description="How many lost pods a Job replaces, after growing pauses. For a JobSet: how often all its pods "
         "may start again.",
     )
-    hold_min: PositiveInt = Field(60, description="Minutes that a pod stays after its end, to fetch its results.")
-    mounts: list[MountText] = Field(default_factory=list, description="Folders of the node: SOURCE:TARGET[:ro|rw].")
+    hold_min: PositiveInt = Field(60, description="Minutes for which a pod keeps its results after training.")
+    mounts: list[MountText] = Field(default_factory=list, description="Node folders: SOURCE:TARGET, read-only, or :rw.")
     host_network: bool = Field(False, description="Whether pods use the node's network.")
     user: UserText = Field(NOBODY, description=USER)
     spans_nodes: ClassVar[bool] = True
