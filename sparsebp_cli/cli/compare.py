@@ -60,7 +60,7 @@ WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'.
 STUDY = "Compare the runs that this study reports, and list its tuning below."
 FROM = "Read runs from here: a folder of runs, an archive, or an MLflow store (sqlite:///..., http://...)."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
-REDUCE = "Which value represents a run: final, best, or mean:K of the last K evaluations."
+REDUCE = "Which value represents a run: final, best, or mean:K, the mean of the last K evaluations."
 BETTER = "Whether lower or higher values of --metric are better, if its name does not show it."
 GROUP_BY = "Group runs by these recipe keys only, such as policy.name,learning_rate."
 IGNORE = "Ignore these recipe keys when grouping runs, such as output_dir,logging_steps."
@@ -92,7 +92,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option(
             metavar="RUN",
             help="The run to compare the others with.",
-            show_default="the exact policy",
+            show_default="a dense run, else a run with an exact policy",
             autocompletion=complete_run,
         ),
     ] = None,

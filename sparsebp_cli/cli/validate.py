@@ -26,8 +26,8 @@ Probing = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Also compute the first step, but update no weight. Then print its cost relative to dense and the "
-        "largest possible gain.",
+        help="Also compute the first step, but update no weight. Print the step's cost relative to dense, and the "
+        "largest gain that choosing by gradient size could bring.",
     ),
 ]
 

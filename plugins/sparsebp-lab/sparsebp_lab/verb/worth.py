@@ -40,8 +40,8 @@ def worth(
         typer.Option(
             "--all",
             help=(
-                "Also estimate all other installed policies that fit the recipe, with default options. A policy "
-                "that requires keep gets 0.5."
+                "Also estimate all other installed policies that fit the recipe, with default options. A policy that "
+                "requires the option keep gets 'keep: 0.5'."
             ),
         ),
     ] = False,

@@ -59,7 +59,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Fractions to keep (default: 0.5,0.25,0.1; for single entries down to 0.005).",
+            help="Fractions to keep (default: 0.5,0.25,0.1; for policies that keep single entries, down to 0.005).",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -68,8 +68,8 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option(
             metavar="LIST",
             help=(
-                "Where the policy acts: linears, nodes, or linears,nodes (default: where the policy can be faster "
-                "than dense)."
+                "Where the policy acts: linears (linear layers), nodes (of PyTorch's autograd graph), or "
+                "linears,nodes. Default: where the policy can be faster than dense."
             ),
             rich_help_panel=WHAT,
         ),
