@@ -31,7 +31,7 @@ def find_adapter(name: str, base: str | None = None) -> Path:
         raise DataError(f"{name}: must be a folder with {CONFIG}")
     folder = source if (source / CONFIG).is_file() else source / INSIDE
     if not (folder / CONFIG).is_file():
-        raise DataError(f"{name}: no {CONFIG} in it, nor in its folder {INSIDE}")
+        raise DataError(f"{name}: must be the folder of a peft adapter: no {CONFIG} in it or in its folder {INSIDE}")
     if base is not None and find_source(base, MODELS) == folder.parent:
         raise DataError(
             f"{name}: its adapter is already merged into the model {base}; give its original base as model.name"

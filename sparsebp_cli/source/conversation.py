@@ -281,5 +281,5 @@ def read_template(template: str, folders: Sequence[Path] = ()) -> str:
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read: {error}") from None
     if "{" not in text:
-        raise DataError(f"{file}: is no Jinja template: it has no {{{{ ... }}}} or {{% ... %}}")
+        raise DataError(f"{file}: must be a Jinja template, but has no {{{{ ... }}}} or {{% ... %}}")
     return text

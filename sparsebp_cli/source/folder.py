@@ -34,7 +34,8 @@ def check_folder(folder: Path) -> None:
             names += 1
             if find_suffix(file) not in READ:
                 raise DataError(
-                    f"{file}: a folder of data may hold {', '.join(READ)}, got {shorten(file.suffix) or 'no suffix'}"
+                    f"{file}: a folder of data may hold only {', '.join(READ)}, got "
+                    f"{shorten(file.suffix) or 'no suffix'}"
                 )
             if not file.is_file():
                 raise DataError(f"{file}: is not a regular file")

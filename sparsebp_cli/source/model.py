@@ -27,7 +27,7 @@ def read_config(folder: Path) -> dict[str, object]:
     config = read_object(file, LARGEST_CONFIG)
     if config is None:
         if (folder / "adapter_config.json").is_file() and not file.exists():
-            raise DataError(f"{folder}: has only adapters: name their base here, and this folder as model.adapter")
+            raise DataError(f"{folder}: is an adapter: give its base model here, and this folder as model.adapter")
         raise DataError(f"{folder}: no readable config.json")
     _refuse_code(file, config)
     return config
@@ -84,7 +84,8 @@ def refuse_mismatch(num_tokens: int, num_rows: int) -> None:
     """Raise DataError if a tokenizer has more tokens (with added ones) than the model's embedding has rows."""
     if num_tokens > num_rows:
         raise DataError(
-            f"the tokenizer has {num_tokens} tokens, but the model's embedding only {num_rows}: give matching ones"
+            f"the tokenizer has {num_tokens} tokens, but the model's embedding only {num_rows}: give the model's "
+            "tokenizer"
         )
 
 

@@ -54,8 +54,8 @@ class UnpackBudget:
         """Raise DataError if ``size`` bytes exceed the limit."""
         if size > self.largest:
             raise DataError(
-                f"{file}: unpacks to more than {self.largest >> 20} MiB, over {MOST_TIMES} times its size; if the "
-                "file is right, store it uncompressed, or read fewer rows with dataset.max_examples"
+                f"{file}: unpacks to more than {self.largest >> 20} MiB and {MOST_TIMES} times its size; if you trust "
+                "the file, store it uncompressed, or read fewer rows with dataset.max_examples"
             )
 
 
@@ -207,7 +207,7 @@ def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
         return found
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise DataError(f"{place}: not UTF-8 text: got half of a surrogate pair, {half!r}") from None
+        raise DataError(f"{place}: not valid Unicode: got half of a surrogate pair, {half!r}") from None
     except json.JSONDecodeError as error:
         where = f"{place}, line {error.lineno}" if is_whole else place
         # json's own words, some of which end in "at"
@@ -259,7 +259,7 @@ def _iter_table(file: Path, budget: UnpackBudget) -> Iterator[Row]:
                 continue
             if len(values) > len(header):
                 raise DataError(
-                    f"{file}, line {number}: must have {len(header)} values as the header, got {len(values)}"
+                    f"{file}, line {number}: must have at most {len(header)} values, like the header, got {len(values)}"
                 )
             num_rows += 1
             yield Row(dict.fromkeys(header) | dict(zip(header, values, strict=False)), f"{file}, line", number)

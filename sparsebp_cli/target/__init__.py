@@ -63,7 +63,7 @@ def make_target(section: TargetSection) -> Target:
     """
     found = find_target(section.kind)
     if found.target_class is None or not issubclass(found.target_class, Target):
-        raise UsageError(f"target {section.kind!r} of {found.source} is broken: it is not a Target")
+        raise UsageError(f"target {section.kind!r} of {found.source} is broken: its class does not derive from Target")
     try:
         options = validate_options(found.options_class, section.options)
     except ValidationError as error:

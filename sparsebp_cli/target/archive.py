@@ -134,7 +134,7 @@ def _check_member(member: tarfile.TarInfo) -> None:
     if member.issparse():  # a few bytes can unpack to a file of any size
         raise _refuse(f"{shorten(member.name)!r} is a sparse file")
     if PurePosixPath(member.name).name == "plan.json" and member.size > LARGEST_PLAN:
-        raise _refuse(f"plan.json may have {LARGEST_PLAN} bytes, this one has {member.size}")
+        raise _refuse(f"plan.json may have at most {LARGEST_PLAN} bytes, got {member.size}")
     if len(PurePosixPath(member.name).parts) > MOST_PARTS:
         raise _refuse(f"{shorten(member.name)!r} has more than {MOST_PARTS} parts")
 

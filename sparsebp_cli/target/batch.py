@@ -70,7 +70,7 @@ class SlurmOptions(ContainerOptions):
     @model_validator(mode="after")
     def _consistent(self) -> SlurmOptions:
         if self.host and not self.folder:
-            raise ValueError("host needs folder: a folder there for running runs, which all nodes see")
+            raise ValueError("host needs folder: a folder for runs on the cluster, which all nodes see")
         if self.requeue and self.timeout_min and self.timeout_min * 60 <= self.warning_seconds:
             raise ValueError(
                 f"warning_seconds: must be below {self.timeout_min * 60}, the time limit (timeout_min: "

@@ -88,8 +88,8 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
     allowed = (*PLACES, *filter(None, os.environ.get(VARIABLE, "").split(":")))
     if not any(path.is_relative_to(place) for place in allowed):
         raise ValueError(
-            f"{named} is not mounted: only folders in these may be: {', '.join(allowed)}; "
-            f"set {VARIABLE}={path} on this machine to allow it"
+            f"{named} is not mounted: it must be inside one of {', '.join(allowed)}; set {VARIABLE}={path} on this "
+            "machine to allow it"
         )
 
 
@@ -101,13 +101,13 @@ def check_user(text: str) -> None:
     own = (user, group) == (os.getuid(), os.getgid())
     if own and user != 0 and (group >= FIRST_ORDINARY_ID or _group_name(group) == "users"):
         return
-    what = f"{text} is not used: "
+    what = f"{text} is refused: "
     if user != group or user < FIRST_ORDINARY_ID:
         raise ValueError(
-            f"{what}give your own numbers, or one number from {FIRST_ORDINARY_ID} on for both, such as {NOBODY}"
+            f"{what}give your own user and group ids, or one id from {FIRST_ORDINARY_ID} on for both, such as {NOBODY}"
         )
     if name := _user_name(user) or _group_name(group):
-        raise ValueError(f"{what}on this machine it belongs to {name}; choose an unused number, such as {NOBODY}")
+        raise ValueError(f"{what}this id belongs to {name} on this machine; choose an unused id, such as {NOBODY}")
 
 
 def mount_query(mounts: Sequence[str]) -> str:

@@ -87,7 +87,7 @@ class DockerOptions(ContainerOptions):
         if self.host and self.context:
             raise ValueError("give either host or context, not both")
         if self.command == "podman" and self.gpu_request == "gpus":
-            raise ValueError("gpu_request: podman silently ignores --gpus; use cdi")
+            raise ValueError("gpu_request: got gpus, but podman silently ignores --gpus; use cdi")
         if self.command == "podman" and self.host:
             raise ValueError("host: for podman, add a connection (podman system connection add) and give it as context")
         return self

@@ -239,7 +239,7 @@ class DockerEngine(TargetEngine):
                 raise RunFailedError(f"{self._place} has no image {image}, and cannot pull it: {pulled.problem}")
             answer = self._run(*words)
         if answer.code != 0:
-            raise RunFailedError(f"{self._place} has no image {image}, and target.pull is {pull}")
+            raise RunFailedError(f"{self._place} has no image {image}; load it there, or set target.pull: missing")
         image_id, _, digests = answer.text.partition(" ")
         return image_id, next(iter(json.loads(digests) or []), "")
 

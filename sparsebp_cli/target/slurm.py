@@ -116,7 +116,7 @@ class SlurmEngine(TargetEngine):
         handle = answer.text
         if handle and not self.is_handle(handle):
             raise UnreachableError(
-                f"{self._place}: {self._folder(run)}/slurm-job is not a job's number, got {shorten(handle)!r}"
+                f"{self._place}: {self._folder(run)}/slurm-job must contain a job id, got {shorten(handle)!r}"
             )
         return handle or None
 
@@ -162,12 +162,12 @@ class SlurmEngine(TargetEngine):
             if handles := [handle for handle in found if handle is not None]:
                 if len(handles) == len(runs):
                     return handles
-                raise UnreachableError(f"{self._place} has only some of the runs: {answer.problem}")
+                raise UnreachableError(f"{self._place} accepted only some of the runs: {answer.problem}")
             self._release_claims(runs)
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         job = (answer.text.splitlines() or [""])[-1]
         if answer.code == ODD or not self.is_handle(job):
-            raise UnreachableError(f"{self._place}: sbatch did not return a job's number, got {shorten(job)!r}")
+            raise UnreachableError(f"{self._place}: sbatch must print a job id, got {shorten(job)!r}")
         return [f"{job}_{number}" if len(runs) > 1 else job for number in range(len(runs))]
 
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:
@@ -323,8 +323,8 @@ class SlurmEngine(TargetEngine):
         )
         if answer.code == ASKING:
             raise UnreachableError(
-                f"{self._place}: an earlier sbatch for run {run.run_id} has not answered; if no job of it appears "
-                f"within {ASKING_MINUTES} minutes, the run is submitted again"
+                f"{self._place}: an earlier sbatch for run {run.run_id} has not answered; if no job of this run "
+                f"appears within {ASKING_MINUTES} minutes, the run is submitted again"
             )
         if answer.code == BUSY:
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another remote runner")

@@ -236,7 +236,11 @@ def test_installed_datasets_are_looked_into(refuse: Any) -> None:
     ("config", "removed", "text"),
     [
         ({"auto_map": {}}, "", "config.json: refused, because 'auto_map' can make other code run"),
-        ({"vocab_size": 2}, "", "the tokenizer has 3 tokens, but the model's embedding only 2: give matching ones"),
+        (
+            {"vocab_size": 2},
+            "",
+            "the tokenizer has 3 tokens, but the model's embedding only 2: give the model's tokenizer",
+        ),
         ({}, "config.json", "model: no readable config.json"),
         ({"num_hidden_layers": 10**9}, "", "num_hidden_layers must be at most 8192 for any model, got 1000000000"),
         ({"text_config": {"hidden_size": 1e11}}, "", "hidden_size must be at most 4194304 for any model, got 1000000"),
@@ -259,7 +263,7 @@ def test_models_that_a_run_could_not_load_are_refused(
 def test_a_folder_of_adapters_alone_is_told_from_one_without_a_model(refuse: Any, tmp_path: Path) -> None:
     place = write_model(tmp_path)
     (place / "config.json").rename(place / "adapter_config.json")
-    text = "has only adapters: name their base here, and this folder as model.adapter"
+    text = "is an adapter: give its base model here, and this folder as model.adapter"
     assert text in refuse("{name: austen}", "{name: model}")
 
 

@@ -181,14 +181,14 @@ def test_the_submitting_user_and_a_number_that_nobody_has_are_accepted(monkeypat
     for user in ("54321:54322", "10001:10001", "54399:54399"):
         assert DockerOptions(user=user).user == user
     monkeypatch.setattr(os, "getgid", lambda: 0)
-    with pytest.raises(ValidationError, match="give your own numbers"):
+    with pytest.raises(ValidationError, match="give your own user and group ids"):
         DockerOptions(user="54321:54322")
 
 
 def test_a_group_that_has_an_ordinary_number_but_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     docker = grp.struct_group(("docker", "x", 54400, []))
     monkeypatch.setattr(grp, "getgrgid", lambda number: docker if number == 54400 else grp.struct_group())
-    with pytest.raises(ValidationError, match="on this machine it belongs to docker"):
+    with pytest.raises(ValidationError, match="this id belongs to docker on this machine"):
         DockerOptions(user="54400:54400")
 
 

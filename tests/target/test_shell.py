@@ -196,7 +196,7 @@ def test_a_job_whose_number_is_not_one_is_unknown_and_never_followed(tmp_path: P
     engine = SlurmEngine(SlurmOptions())
     assert engine.find(run) is None
     (run.path / "slurm-job").write_text("/usr/bin/bash\n")
-    with pytest.raises(UnreachableError, match="not a job's number, got '/usr/bin/bash'"):
+    with pytest.raises(UnreachableError, match="must contain a job id, got '/usr/bin/bash'"):
         engine.find(run)
     assert not engine.is_handle("/usr/bin/bash")
     assert engine.is_handle("12")

@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         lines(labelled("ab")) + b'{"text": "a \\ud83d", "label": "a"}',
         LABELS,
-        "a.jsonl, line 3: not UTF-8 text: got half of a surrogate pair",
+        "a.jsonl, line 3: not valid Unicode: got half of a surrogate pair",
     ),
     "late list": ("a.jsonl", lines(labelled([*"ab" * 75, ["a"]])), LABELS, "line 151: column 'label' must be a name"),
     "late mapping": (

@@ -268,7 +268,7 @@ def test_odd_data_runs_nothing(name: str, place: Path, tiny_folder: Path) -> Non
 def test_data_that_unpack_to_too_much_are_refused_by_size(name: str, place: Path, tiny_folder: Path) -> None:
     file, write = BOMBS[name]
     write(place / file)
-    with pytest.raises(DataError, match=r"unpacks to more than 64 MiB, over 100 times its size.*dataset.max_examples"):
+    with pytest.raises(DataError, match=r"unpacks to more than 64 MiB and 100 times its size.*dataset.max_examples"):
         build(place / file, tiny_folder)
 
 
