@@ -418,7 +418,7 @@ class DatasetSection(Section):
             )
         if self.weight_column is not None and self.format in ("classification", "regression"):
             raise ValueError(
-                f"weight_column has weights of tokens, but 'format: {self.format}' does not train tokens; leave "
+                f"weight_column weights tokens, but 'format: {self.format}' has no loss of tokens; leave "
                 "weight_column out"
             )
         if self.weight_column is not None and not self.completion_only_loss:
@@ -466,8 +466,8 @@ class PhaseSection(Section):
 def _refuse_float16(value: object) -> object:
     if value == "fp16":
         raise ValueError(
-            "got 'fp16', allowed: no, bf16; float16 would need a loss scaler, which recipes do not have, "
-            "because it skips steps that overflow; your own loop may have one (guide, library)"
+            "got 'fp16', allowed: no, bf16; float16 needs a loss scaler, which skips steps that overflow, and recipes "
+            "have none; your own loop may have one (guide, library)"
         )
     return value
 

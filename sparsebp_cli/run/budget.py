@@ -167,13 +167,11 @@ class _CountedInfo(tarfile.TarInfo):
         found = super().frombuf(buf, encoding, errors)
         cls.num_members += 1
         if cls.num_members > MOST_MEMBERS:
-            raise BudgetError(f"an archive may have {MOST_MEMBERS} members, this one has more")
+            raise BudgetError(f"an archive may contain at most {MOST_MEMBERS} files, got more")
         if found.type in EXTENDED:
             cls.header_bytes += found.size
             if found.size > LARGEST_HEADER or cls.header_bytes > LARGEST_HEADERS:
-                raise BudgetError(
-                    f"the name or the header of a member has {found.size} bytes, at most {LARGEST_HEADER}"
-                )
+                raise BudgetError(f"a file's name or header may have at most {LARGEST_HEADER} bytes, got {found.size}")
         if found.type == tarfile.GNUTYPE_SPARSE:
             _refuse_holes()
         return found

@@ -157,9 +157,9 @@ def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]
     what = f"dataset.weight_column: {column}" if column is not None else "the messages' weights"
     for policy in policies:
         if any(kind.weighs_examples for kind in list_kinds([policy])):
-            raise DataError(f"{what}: {type(policy).__name__} sets weights of whole examples: leave one of them out")
+            raise DataError(f"{what}: {type(policy).__name__} sets weights of whole examples, too: give only one")
     if recipe.training.compile:
-        raise DataError(f"{what}: the loss of a compiled model cannot be weighted; use training.compile: false")
+        raise DataError(f"{what}: weights do not work with training.compile: true; use false")
     try:
         LossWeights(model)
     except UnsupportedError as error:

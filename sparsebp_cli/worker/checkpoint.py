@@ -87,8 +87,8 @@ class CheckpointFolder:
             else:
                 reason, remedy = name_refusal(error) or (str(error), "fix this, then resume")
             raise CheckpointError(
-                f"checkpoint of step {snapshot.step} cannot be written: {reason}; "
-                f"the ones before it are untouched: {remedy}"
+                f"checkpoint of step {snapshot.step} cannot be written: {reason}; earlier checkpoints are unchanged; "
+                f"{remedy}"
             ) from None
         self._passed_over.discard(snapshot.step)
         # Rotation counts only checkpoints from which a resume could start: no later steps, none that this process found

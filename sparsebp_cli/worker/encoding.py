@@ -185,7 +185,7 @@ def encode_classification(
     for row, label in zip(rows, read_labels(rows, section.label_column), strict=True):
         if label not in classes:
             known = ", ".join(label_names[:10])
-            raise DataError(f"{row.place}: label {label!r} is not among those of the training split: {known}")
+            raise DataError(f"{row.place}: label {label!r} is not among the labels of the training split: {known}")
         labels.append(np.array(classes[label], dtype=np.int64))
     return _encode_labelled(rows, section, tokenizer, labels)
 

@@ -134,7 +134,7 @@ class ChosenEpochs:
         # decision 45.
         order_K = self._shuffle.draw(number, None if visits is None else weight_N > 0.0)
         if not len(order_K):
-            raise UsageError(f"{type(self._policy).__name__} chose no example for epoch {number}; it must choose some")
+            raise UsageError(f"{type(self._policy).__name__} chose no example for epoch {number}; choose at least one")
         # Drop epochs that ended before the current step; a step may span several.
         self._epochs = [epoch for epoch in self._epochs if epoch.end > step.index * self._in_step]
         self._epochs.append(_ChosenEpoch(number, start, order_K, weight_N[order_K]))

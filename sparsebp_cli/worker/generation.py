@@ -49,8 +49,8 @@ class Generator:
             return
         if longest + self.section.max_new_tokens > most:
             raise DataError(
-                f"measure.generate.max_new_tokens: {self.section.max_new_tokens} after a prompt of {longest} tokens "
-                f"exceeds the model's {most} positions"
+                f"measure.generate.max_new_tokens: {self.section.max_new_tokens} new tokens after a prompt of "
+                f"{longest} tokens exceed the model's {most} positions; use fewer"
             )
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:

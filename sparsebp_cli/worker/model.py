@@ -286,7 +286,7 @@ def _refuse_incomplete(
         )
     if other := sorted(str(entry[0]) for entry in found["mismatched_keys"]):
         raise DataError(
-            f"model {source}: {len(other)} tensors have other shapes than its config asks for: {_list(other)}"
+            f"model {source}: {len(other)} tensors have other shapes than its config.json requires: {_list(other)}"
         )
     return new
 

@@ -118,18 +118,18 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
     steps = (batches[0] * then.gradient_accumulation_steps, batches[1] * section.gradient_accumulation_steps)
     if steps[0] != steps[1]:
         raise UnsupportedError(
-            f"{before} with {steps[0]} examples a step, the plan has {steps[1]} with target.processes: {ranks.count}; "
-            "choose training.per_device_train_batch_size so that the numbers are equal"
+            f"{before} with {steps[0]} examples per step, but the plan has {steps[1]} with target.processes: "
+            f"{ranks.count}; choose training.per_device_train_batch_size so that the numbers are equal"
         )
     if section.group_by is not None and batches[0] != batches[1]:
         raise UnsupportedError(
-            f"{before} with {batches[0]} examples in a micro-batch, the plan has {batches[1]}: training.group_by: "
-            f"{section.group_by} needs equal numbers"
+            f"{before} with {batches[0]} examples per micro-batch, but the plan has {batches[1]}: training.group_by: "
+            f"{section.group_by} needs the same number"
         )
     state = snapshot.ranks[0].policy
     if any(not name.startswith((_EPOCH, _POLICY)) for name in state):
         raise UnsupportedError(
-            f"{before}, each with error feedback from its own examples: resume with target.processes: {count}"
+            f"{before}, each with state of its own examples (error feedback): resume with target.processes: {count}"
         )
     # An additional process has no stored generators: seed them as at the start, but shifted, so that no numbers repeat.
     if ranks.rank >= count:
@@ -143,7 +143,7 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
     before = f"the checkpoint of step {snapshot.step} does not fit the plan"
     max_steps = training.plan.recipe.training.max_steps
     if snapshot.step > max_steps:
-        raise UnsupportedError(f"{before}: it is beyond training.max_steps, {max_steps}")
+        raise UnsupportedError(f"{before}: the step is after the last one, training.max_steps: {max_steps}")
     mine = {name: tuple(tensor.shape) for name, tensor in _weights(training).items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in snapshot.weights.items()}
     for name in [*mine, *theirs]:
@@ -151,10 +151,10 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
             shapes = [
                 f"shape {list(shape)}" if shape is not None else "none" for shape in (theirs.get(name), mine.get(name))
             ]
-            raise UnsupportedError(f"{before}: {name} has {shapes[0]} in it, {shapes[1]} in the plan's model")
+            raise UnsupportedError(f"{before}: {name} has {shapes[0]}, but {shapes[1]} in the plan's model")
     groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
     if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
-        raise UnsupportedError(f"{before}: it belongs to another optimizer than {training.plan.recipe.training.optim}")
+        raise UnsupportedError(f"{before}: another optimizer than {training.plan.recipe.training.optim} wrote it")
 
 
 def _weights(training: Restorable) -> dict[str, Tensor]:

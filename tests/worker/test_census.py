@@ -219,7 +219,12 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     ),
     "damaged archive": ("a.csv.zst", b"text,label\n", LABELS, "a.csv.zst: "),
     "open quote": ("a.csv", b'text,label\nthe,a\n"the,b\nfilm,a\n', LABELS, "not a table: unexpected end of data"),
-    "too many values": ("a.csv", b"text,label\nthe,a\nthe, film,a\n", LABELS, "a.csv, line 3: must have 2 values"),
+    "too many values": (
+        "a.csv",
+        b"text,label\nthe,a\nthe, film,a\n",
+        LABELS,
+        "a.csv, line 3: must have at most 2 values",
+    ),
     "the same column twice": ("a.csv", b"text,text\nthe,a\n", TEXT, "a.csv, line 1: the column 'text' occurs twice"),
     "the same key twice": ("a.jsonl", b'{"text": "a", "text": "b"}', TEXT, "line 1: the key 'text' occurs twice"),
 }

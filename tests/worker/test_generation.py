@@ -206,8 +206,8 @@ def test_too_few_positions_are_refused_before_anything_is_trained(recipe: Any, p
     run = prepared(recipe(measure={"generate": GENERATE | {"max_new_tokens": 60}}))
     assert work(run) != 0
     history = History.load(run.path)
-    assert "max_new_tokens: 60 after a prompt of" in history.ends[-1]["text"]
-    assert "exceeds the model's 64 positions" in history.ends[-1]["text"]
+    assert "max_new_tokens: 60 new tokens after a prompt of" in history.ends[-1]["text"]
+    assert "exceed the model's 64 positions" in history.ends[-1]["text"]
     assert not history.metrics
 
 

@@ -79,7 +79,9 @@ def test_a_tensor_of_another_shape_is_refused_by_name(
     section = write_model(
         tiny_folder, tmp_path / "model", lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})
     )
-    with pytest.raises(DataError, match=r"1 tensors have other shapes than its config asks for: model\.norm\.weight"):
+    with pytest.raises(
+        DataError, match=r"1 tensors have other shapes than its config\.json requires: model\.norm\.weight"
+    ):
         build_model(section, tokenizer, None)
 
 

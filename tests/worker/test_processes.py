@@ -195,8 +195,8 @@ def test_a_checkpoint_goes_on_with_the_same_examples_on_another_number_of_proces
 @pytest.mark.parametrize(
     ("name", "sections", "text"),
     [
-        ("rows", {"training": {"per_device_train_batch_size": 4}}, "8 examples a step, the plan has 4"),
-        ("feedback", {}, "each with error feedback from its own examples"),
+        ("rows", {"training": {"per_device_train_batch_size": 4}}, "8 examples per step, but the plan has 4"),
+        ("feedback", {}, "each with state of its own examples"),
     ],
 )
 def test_a_checkpoint_that_cannot_go_on_elsewhere_is_refused_by_name(

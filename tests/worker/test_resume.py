@@ -184,7 +184,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_checkpoint_and_the_run_resume
     assert process.exitcode == 1
     end = History.load(run.path).ends[-1]
     assert "cannot be written" in end["text"]
-    assert "the ones before it are untouched" in end["text"]
+    assert "earlier checkpoints are unchanged" in end["text"]
     assert not list((run.path / "checkpoints").glob(".part-*"))
     assert list((run.path / "checkpoints").glob("step-*"))
     assert work(run) == 0
