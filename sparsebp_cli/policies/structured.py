@@ -41,7 +41,7 @@ class StructuredSelector(GradientSelector):
         "positions and features. elements: single entries. 2:4: two of every four neighbouring features in each row.",
     )
     within: Literal["batch", "example", "row"] = Field(
-        "batch", description="batch: keep this fraction of the whole gradient. example, row: of each example or row."
+        "batch", description="batch: the fraction keep of the whole gradient. example, row: of each example or row."
     )
     block: tuple[PositiveInt, PositiveInt] = Field((32, 32), description="Size of blocks: token rows, output features.")
 
