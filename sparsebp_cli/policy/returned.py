@@ -35,7 +35,7 @@ def require_type(asked: str, value: object, *allowed: type | None) -> None:
     Args:
         asked: The policy's class and method, such as ``Mine.select``, and the place, if there are several.
         value: What it returned.
-        allowed: Types; None allows the value None.
+        *allowed: Types; None allows the value None.
 
     Raises:
         PolicyError: If the value has none of these types.
@@ -52,6 +52,9 @@ def require_names(asked: str, value: object, given: Collection[str]) -> frozense
         asked: As for :func:`require_type`.
         value: What it returned.
         given: The names that the method received.
+
+    Returns:
+        The names.
 
     Raises:
         PolicyError: If the value is no collection of strings, or has a string that is not among ``given``.
@@ -77,6 +80,9 @@ def require_index(
         size: The number of things among which the index chooses.
         device: The device on which the index must be; None: any.
         reads: Whether to check the values as well, which waits for the device; None: if they are on the CPU.
+
+    Returns:
+        The index.
 
     Raises:
         PolicyError: If it is not int64 of one dimension on the device, or if its values are not in ``[0, size)``, each
