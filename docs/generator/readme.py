@@ -23,7 +23,8 @@ LINES = """`{name}` compared with `{dense}`:
 - evaluation loss: the same up to rounding ({loss})
 - time of a step: {step}
 - time of forward and backward alone, on each batch with one recipe directly after the other: {passes} (quartiles {low}
-  and {high} %, {probes} measurements). The FLOP count allows a larger saving: the run reached {reached} % of it.
+  and {high} %, {probes} measurements). The saving in FLOPs would allow more: the run
+  reached {reached} % of the time that it could save.
 - memory held by a step: {memory}"""
 
 

@@ -27,8 +27,8 @@ def resume(
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="Continue even if this has changed: a recipe key or section, such as training.seed, or code or data. "
-            "Can be repeated.",
+            help="Continue although FIELD has changed since the run began. FIELD is a recipe key or section, such as "
+            "training.seed, or `code`, or `data`. Can be repeated.",
         ),
     ] = None,
     cancelled: Annotated[bool, typer.Option("--cancelled", help="Continue cancelled runs too.")] = False,

@@ -69,8 +69,8 @@ class BatchPacker(Policy):
     )
     verify: Literal["never", "first", "always"] = Field(
         "first",
-        description="When to compare the gradient with that of the plain step. first: at the first batch, and at each "
-        "batch that is longer, larger or arranged in another way than all earlier ones.",
+        description="When to compare the gradient with that of the step without lossless. first: at the first batch, "
+        "and at each batch that is longer or larger than all earlier ones, or arranged in a new way.",
     )
 
     logits: Literal["tiles", "whole"] = Field(

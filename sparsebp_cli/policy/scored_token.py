@@ -25,7 +25,9 @@ class ScoredTokenSelector(TokenSelector):
     :attr:`unbiased`."""
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="Fraction of the target tokens to train, by largest score, in (0, 1]; null: all, or band."
+        None,
+        description="Fraction of the target tokens to train, by largest score, in (0, 1]; null: all, unless "
+        "band is given.",
     )
     within: Literal["batch", "example"] = Field(
         "batch", description="batch: choose among all target tokens of the batch. example: in each example separately."

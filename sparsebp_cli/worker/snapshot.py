@@ -123,8 +123,8 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
         )
     if section.group_by is not None and batches[0] != batches[1]:
         raise UnsupportedError(
-            f"{before} with {batches[0]} examples per micro-batch, but the plan has {batches[1]}: training.group_by: "
-            f"{section.group_by} needs the same number"
+            f"{before} with {batches[0]} examples per micro-batch, but the plan has {batches[1]}. With "
+            f"training.group_by: {section.group_by} both must be equal"
         )
     state = snapshot.ranks[0].policy
     if any(not name.startswith((_EPOCH, _POLICY)) for name in state):

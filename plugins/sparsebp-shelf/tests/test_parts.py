@@ -307,7 +307,7 @@ def _parametrized() -> nn.Module:
 def test_weights_of_which_no_part_can_be_trained_are_not_offered(make: Any) -> None:
     model = make()
     with pytest.raises(
-        PolicyError, match=r"must choose parts only of the linear layers that it gets, got '0'|has no linear"
+        PolicyError, match=r"must choose parts of linear layers of this model, got a part of '0'|has no linear"
     ):
         _start(model, _given(**{"0": ("rows", [0])}))
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -28,7 +28,9 @@ class Deferred:
         return self._made
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"logits are computed when they are read, and have no {name!r} before: read output.logits")
+        raise AttributeError(
+            f"logits of this output are not computed yet, so they have no {name!r}: read output.logits first"
+        )
 
 
 def defer_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
