@@ -250,7 +250,6 @@ def test_extensions_change_a_model_in_the_order_that_they_always_had() -> None:
         "make_example_extension",
         "LayerExtension",
         "EstimatorExtension",
-        "RoutingExtension",
         "PartExtension",
         "make_rates",
     ]

@@ -23,6 +23,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -132,8 +133,9 @@ def make_folder() -> Path:
     """Return a folder for copies that exists as long as this process. Remove those of killed processes."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         owner = left.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdecimal() and left.lstat().st_uid == os.getuid() and not Path("/proc", owner).exists():
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):  # another process removes it at this moment
+            if owner.isdecimal() and left.lstat().st_uid == os.getuid() and not Path("/proc", owner).exists():
+                shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -7,6 +7,7 @@ to a metric sends the requests for it.
 from __future__ import annotations
 
 import math
+import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -132,8 +133,16 @@ def _copy(file: Path) -> str:
     """Return the address of a copy of a sqlite store. MLflow's client brings a store of an earlier version to its own,
     but reading a store must not change it."""
     copy = make_folder() / "mlflow.db"
-    with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)) as store:
-        store.execute("VACUUM INTO ?", (str(copy),))
+    try:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)) as store:
+            store.execute("VACUUM INTO ?", (str(copy),))
+    except sqlite3.OperationalError as error:
+        if "readonly" not in str(error):
+            raise
+        # A store with a write-ahead log, in a folder that this user may not write to.
+        for suffix in ("", "-wal"):
+            if (part := file.with_name(file.name + suffix)).exists():
+                shutil.copyfile(part, copy.with_name(copy.name + suffix))
     return f"sqlite:///{copy}"
 
 
@@ -154,8 +163,8 @@ def _describe(run: Run, experiment: str) -> StoredRun:
         str(run.info.status),
         _whole(run.info.start_time) / 1000,
         experiment,
-        {key: str(value) for key, value in run.data.params.items()},
-        {key: str(value) for key, value in run.data.tags.items()},
+        {key: str(value or "") for key, value in run.data.params.items()},
+        {key: str(value or "") for key, value in run.data.tags.items()},
         # The public `metrics` (MLflow 3.17) lacks a value's step, which tells how far a run came.
         {one.key: _read_point(one) or Point(0, 0, math.nan) for one in run.data._metric_objs},  # noqa: SLF001
     )

@@ -89,6 +89,7 @@ EPOCH_SELECTOR = Kind(
     "[Choose the examples of an epoch](../guide/tokens.md#choose-the-examples-of-an-epoch)\n",
     suite="sparsebp_cli.testing.epoch:check_epoch_selector",
     by_worker=True,
+    keeps_state=False,
     weighs_examples=True,
     limits=(
         Rule(

@@ -41,7 +41,7 @@ def require_type(asked: str, value: object, *allowed: type | None) -> None:
         PolicyError: If the value has none of these types.
     """
     if not any(value is None if kind is None else isinstance(value, kind) for kind in allowed):
-        names = " or ".join("None" if kind is None else kind.__name__ for kind in allowed)
+        names = " or ".join(dict.fromkeys("None" if kind is None else kind.__name__ for kind in allowed))
         raise PolicyError(f"{asked} must return {names}, got {_describe(value)}")
 
 
@@ -122,13 +122,16 @@ def check_weighted(asked: str, index_K: object, weight_K: object, size: int) -> 
         _require_shape(f"{asked} and weight_K", weight_K, index.shape)
 
 
-def check_selection(asked: str, chosen: Selection | Split, grad_NO: Tensor) -> None:
+def check_selection(asked: str, chosen: Selection | Split, grad_NO: Tensor) -> bool:
     """Refuse a selection that does not fit its gradient. Read its indices, unless the gradient has no data.
 
     Args:
         asked: As for :func:`require_type`.
         chosen: What it returned.
         grad_NO: The gradient.
+
+    Returns:
+        Whether values were read.
 
     Raises:
         PolicyError: If an index, a weight or a mask has another shape, dtype, device or range.
@@ -143,6 +146,7 @@ def check_selection(asked: str, chosen: Selection | Split, grad_NO: Tensor) -> N
         elif isinstance(part, TwoToFour | Groups | Values):
             field, value = next(iter(vars(part).items()))
             _require_shape(f"{asked}: {field} of {type(part).__name__}", value, grad_NO.shape)
+    return reads
 
 
 def require_token_choice(asked: str, value: object, like_BT: Tensor) -> None:

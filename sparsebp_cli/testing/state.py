@@ -130,7 +130,7 @@ def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
     return found
 
 
-def _show(places: Sequence[Named | int], seed: int) -> list[Observed]:
+def _show(places: Sequence[Named], seed: int) -> list[Observed]:
     """Return the objects that policies of the built-in kinds observe at these places, with random values."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -138,7 +138,7 @@ def _show(places: Sequence[Named | int], seed: int) -> list[Observed]:
         return torch.rand(shape, generator=generator)
 
     sites = [place for place in places if isinstance(place, Site)]
-    others = [place for place in places if not isinstance(place, Site | int)]
+    others = [place for place in places if not isinstance(place, Site)]
     examples = Examples(NUM_ROWS, loss_B=draw(NUM_ROWS), gradient_norm_B=draw(NUM_ROWS))
     target_BT = torch.ones(2, NUM_ROWS, dtype=torch.bool)
     scores: dict[Score, Tensor] = {score: draw(2, NUM_ROWS) for score in get_args(Score)}

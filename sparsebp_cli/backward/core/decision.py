@@ -338,10 +338,10 @@ class SiteDecisions:
             chosen = policy.select(seen.grad_NO, site, step)
         # Values are read once for each site, because this waits for the device.
         if chosen is not None and (site.name not in self._checked or not isinstance(chosen, form)):
-            self._checked.add(site.name)
             asked = f"{type(policy).__name__}.{'choose' if isinstance(policy, InformedSelector) else 'select'}"
             returned.require_type(f"{asked} at {site.name!r}", chosen, form, None)
-            returned.check_selection(f"{asked} at {site.name!r}", chosen, seen.grad_NO)
+            if returned.check_selection(f"{asked} at {site.name!r}", chosen, seen.grad_NO):
+                self._checked.add(site.name)
         return chosen
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from sparsebp_cli.backward import DensePass, EngineExtension, PassEstimate
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Step
+from sparsebp_cli.policy import Step, returned
 from sparsebp_shelf.estimator.kind import DirectionDraw, GradientEstimator
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class EstimatorExtension(EngineExtension):
                     parameter.copy_(plain[name])
             loss_S = torch.stack(losses)
             coefficient = policy.estimate(loss_S.tolist(), step)
+            returned.require_type(f"{type(policy).__name__}.estimate", coefficient, float, int)
             for name, parameter in trained.items():
                 gradient = plain[name].copy_(coefficient * self._draw(policy, step, name, parameter))
                 if parameter.grad is None:

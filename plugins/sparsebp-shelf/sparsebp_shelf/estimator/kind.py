@@ -81,6 +81,7 @@ class GradientEstimator(Policy):
 
 GRADIENT_ESTIMATOR = Kind(
     GradientEstimator,
+    keeps_state=False,
     asked="Estimates the gradient of a step from losses at shifted weights: there is no backward. Never "
     "exact; unbiased if the mean over draws is the gradient of every quadratic loss. "
     "[Estimate gradients without a backward](../guide/library.md#estimate-gradients-without-a-backward)\n",

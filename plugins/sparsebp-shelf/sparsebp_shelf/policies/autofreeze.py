@@ -106,7 +106,7 @@ class AutoFreeze(Stateful[Parameter], ParameterSelector):
     def init(self, places: Sequence[Parameter], /) -> State:
         import torch
 
-        _, layers, _ = _group_by_depth(places)
+        _, layers = _group_by_depth(places)
         zeros = torch.zeros(len(layers))
         numbers = {f"layer/{name}": float(number) for number, names in enumerate(layers) for name in names}
         return {**numbers, "sum": zeros, "before": zeros, "frozen": torch.zeros(()), "rank": zeros, "intervals": 0.0}
@@ -151,7 +151,7 @@ class AutoFreeze(Stateful[Parameter], ParameterSelector):
         names = [parameter.name for parameter in parameters]
         if self.exact:
             return names
-        below, layers, _ = _group_by_depth(parameters)
+        below, layers = _group_by_depth(parameters)
         count = int(_tensor(step.state, "frozen"))
         ranks = _tensor(step.state, "rank").tolist() if self.by == "random" else range(len(layers))
         resting = {name for rank, group in zip(ranks, layers, strict=True) if rank < count for name in group}
@@ -159,12 +159,12 @@ class AutoFreeze(Stateful[Parameter], ParameterSelector):
         return [name for name in names if name not in resting]
 
 
-def _group_by_depth(parameters: Sequence[Parameter]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return the names of parameters below the layers, in each layer from the first, and above.
+def _group_by_depth(parameters: Sequence[Parameter]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of parameters below the layers, and in each layer from the first.
 
-    Parameters before the first layer in the model's order, such as embeddings, are below; later ones outside of layers
-    are above. A shared parameter counts at its first name, so a head that is tied to embeddings is below: while it is
-    trained, the backward must reach the embeddings. Raises :class:`PolicyError` if there is no layer.
+    Parameters before the first layer in the model's order, such as embeddings, are below. A shared parameter counts at
+    its first name, so a head that is tied to embeddings is below: while it is trained, the backward must reach the
+    embeddings. Raises :class:`PolicyError` if there is no layer.
     """
     numbers = sorted({p.layer for p in parameters if p.layer is not None})
     if not numbers:
@@ -174,8 +174,7 @@ def _group_by_depth(parameters: Sequence[Parameter]) -> tuple[list[str], list[li
     first = next(place for place, p in enumerate(parameters) if p.layer is not None)
     below = [p.name for p in parameters[:first]]
     layers = [[p.name for p in parameters if p.layer == number] for number in numbers]
-    above = [p.name for p in parameters[first:] if p.layer is None]
-    return below, layers, above
+    return below, layers
 
 
 def _tensor(state: State, name: str) -> Tensor:

@@ -221,7 +221,7 @@ class PackedMask:
         """Return the model's rule on places of queries and keys."""
         zero = torch.zeros((), dtype=torch.long, device=key.device)
         try:
-            return self.allowed(zero, zero, query, key)
+            return self.allowed(zero, zero, query, key).cpu()
         except RuntimeError:  # it reads a tensor of the model
             zero, query, key = (part.to(device) for part in (zero, query, key))
             return self.allowed(zero, zero, query, key).cpu()

@@ -118,23 +118,26 @@ class PackingExtension(PackingPlanner):
         is_update = any(batch is self.last for batch in self._ran)
         batches = self._ran if is_update else [self.last]
         layouts = [*(batch.layout for batch in batches), *(self._ran_held if is_update else ())]
-        size = sum(batch.num_positions for batch in batches)
-        pairs_of_all = sum(batch.num_positions * batch.layout.shape[1] for batch in batches)
+        # Batches that ran plainly computed all positions.
+        plain = self._ran_plainly if is_update else []
+        whole, whole_pairs = sum(number * length for number, length in plain), sum(n * t**2 for n, t in plain)
+        size = whole + sum(batch.num_positions for batch in batches)
+        pairs_of_all = whole_pairs + sum(batch.num_positions * batch.layout.shape[1] for batch in batches)
         shares = self.pair.shares(self.last) if self.pair is not None and isinstance(self.last, PairBatch) else {}
         spread = self._find_spread()
         for name, module in self.model.named_modules():
             if name in shares or module in spread:
                 continue
             if module is self.head:
-                shares[name] = sum(map(count_rows, batches)) / size
+                shares[name] = (whole + sum(map(count_rows, batches))) / size
             elif hasattr(module, "is_causal"):
-                shares[name] = sum(layout.num_pairs for layout in layouts) / pairs_of_all
+                shares[name] = (whole_pairs + sum(layout.num_pairs for layout in layouts)) / pairs_of_all
             else:
-                shares[name] = sum(layout.num_rows for layout in layouts) / size
+                shares[name] = (whole + sum(layout.num_rows for layout in layouts)) / size
         if self.shortens and self.last_layer is not None and any(layout.read is not None for layout in layouts):
             above = set(self.last_layer.module.modules()) - self.last_layer.all_rows
-            pairs = sum(layout.num_last_pairs for layout in layouts) / pairs_of_all
-            rows = sum(layout.num_last_rows for layout in layouts) / size
+            pairs = (whole_pairs + sum(layout.num_last_pairs for layout in layouts)) / pairs_of_all
+            rows = (whole + sum(layout.num_last_rows for layout in layouts)) / size
             shares |= {
                 name: pairs if hasattr(module, "is_causal") else rows
                 for name, module in self.model.named_modules()

@@ -176,8 +176,10 @@ class PackedForward(ForwardOverride, Passes):
 
     def _run_whole(self, given: Mapping[str, Any], plain: Callable[[], Any]) -> Any:
         """Run the plain forward on a batch without rows to skip, and count it."""
+        size = next(given[name] for name in BATCH if name in given).shape[:2]
         self.extension.last = None
-        self.extension.counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
+        self.extension.add_plain_run(size)
+        self.extension.counts.add_plain(size.numel())
         self.extension.note()
         return plain()
 

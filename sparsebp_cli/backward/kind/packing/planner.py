@@ -142,7 +142,8 @@ class PackingPlanner(PackedModel):
         self.trains = True  # False for a reference: its forwards with a gradient run plainly
         self._updates: dict[bool, UpdatePlan] = {}  # plans of the current step (False) and of a probe (True)
         self._ran: list[PackedBatch] = []  # the batches of the last update that was announced, as far as it ran
-        self._num_expected = 0
+        self._ran_plainly: list[tuple[int, int]] = []
+        self._num_expected, self._expects_probe = 0, False
         self._ran_held: list[PackedLayout] = []  # layouts of the held rows that ran before them
         self._held = HeldRows()
 
@@ -273,9 +274,12 @@ class PackingPlanner(PackedModel):
     def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Arrange the rows of the coming micro-batches together; return whether micro-batches share rows."""
         self.drop_update()
-        self._ran, self._ran_held, self._num_expected = [], [], len(batches)
+        if self.policy.prefixes != "update":
+            return False
+        self._ran, self._ran_held, self._ran_plainly = [], [], []
+        self._num_expected, self._expects_probe = len(batches), self.engine.is_probing
         is_known = self.head is not None and self.pair is None and self.prompt is None and not self.dropout
-        if self.policy.prefixes != "update" or not is_known or self.failure or self.is_causal is False:
+        if not is_known or self.failure or self.is_causal is False:
             return False
         if find_reentrant(self.model) is not None:  # under reentrant checkpointing keys and values have no graph
             self._held.refused = "reentrant checkpointing"
@@ -330,8 +334,17 @@ class PackingPlanner(PackedModel):
 
     def add_run(self, batch: PackedBatch) -> None:
         """Record a batch, if it belongs to the update that :meth:`expect` announced."""
-        if len(self._ran) < self._num_expected:
+        if self._is_expected():
             self._ran.append(batch)
+
+    def add_plain_run(self, size: torch.Size) -> None:
+        """Record a batch (B, T) that ran plainly, if it belongs to that update."""
+        if self._is_expected():
+            self._ran_plainly.append((size[0], size[1]))
+
+    def _is_expected(self) -> bool:
+        is_same = self._expects_probe == self.engine.is_probing
+        return is_same and len(self._ran) + len(self._ran_plainly) < self._num_expected
 
     def add_held(self, layout: PackedLayout) -> None:
         """Record held rows, which ran before the batches that share them."""
