@@ -20,12 +20,12 @@ VERDICT = re.compile(
 )
 LINES = """`{name}` compared with `{dense}`:
 
-- evaluation loss: the same up to rounding ({loss})
-- time of a step: {step}
-- time of forward and backward alone, on each batch with one recipe directly after the other: {passes} (quartiles {low}
-  and {high} %, {probes} measurements). The saving in FLOPs would allow more: the run
-  reached {reached} % of the time that it could save.
-- memory held by a step: {memory}"""
+- evaluation loss: equal up to rounding (difference {loss})
+- time of a training step: {step}
+- time of forward plus backward: {passes}, the median of {probes} measurements (quartiles {low} and {high} %). Each
+  measurement runs both recipes in turn on the same batch. If time fell as much as FLOPs, the reduction would be larger:
+  we reached {reached} % of it.
+- peak memory of tensors during a step: {memory}"""
 
 
 def page(root: Path, name: str = "README.md", shown: tuple[str, ...] = WORDS) -> str:
