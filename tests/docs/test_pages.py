@@ -74,7 +74,7 @@ def test_the_first_page_has_the_time_of_the_recorded_quickstart() -> None:
     shorter = re.search(r"step time -(\d+\.\d) %", record)
     assert shorter
     first = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
-    assert f"took {float(shorter[1]):.0f} % less time a step in the [quickstart]" in first
+    assert f"took {float(shorter[1]):.0f} % less time per step in the [quickstart]" in first
 
 
 def test_every_metric_is_explained() -> None:
