@@ -24,7 +24,7 @@ LINES = """`{name}` compared with `{dense}`:
 - time of a training step: {step}
 - time of forward plus backward: {passes}, the median of {probes} measurements (quartiles {low} and {high} %). Each
   measurement runs both recipes in turn on the same batch. If time fell as much as FLOPs, the reduction would be larger:
-  we reached {reached} % of it.
+  we measured {reached} % of that reduction.
 - peak memory of tensors during a step: {memory}"""
 
 
