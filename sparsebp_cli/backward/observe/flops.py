@@ -178,6 +178,30 @@ def _attention_backward(
     return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
+def _sequences(query: torch.Tensor, value: torch.Tensor, *ends: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return the pairs of a query and a key in all heads, and the sizes of a query and of a value.
+
+    Tensors are (rows, heads, size) with the end of each sequence, or (batch, rows, heads, size) without ends.
+    """
+    sizes = query.shape[-1], value.shape[-1]
+    if ends[0] is None or ends[1] is None:
+        return query[..., 0].numel() * value.shape[1], *sizes
+    lengths = (end.diff().tolist() for end in ends if end is not None)
+    return query.shape[1] * sum(a * b for a, b in zip(*lengths, strict=True)), *sizes
+
+
+def _varlen(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *rest: Any, **__: object) -> int:
+    pairs, size, value_size = _sequences(query, value, *rest[:2])
+    return 2 * pairs * (size + value_size)
+
+
+def _varlen_backward(
+    _: torch.Tensor, query: torch.Tensor, __: torch.Tensor, value: torch.Tensor, *rest: Any, **___: object
+) -> int:
+    pairs, size, value_size = _sequences(query, value, *rest[2:4])
+    return 2 * pairs * (3 * size + 2 * value_size)
+
+
 def _grouped(a: torch.Tensor, b: torch.Tensor, *_: object, **__: object) -> int:
     flops = 2 * a.numel() * b.shape[-1]
     return flops // a.shape[0] if a.dim() == 3 and b.dim() == 2 else flops  # each group has its own part of b
@@ -255,6 +279,8 @@ _FORMULAS: dict[object, Callable[..., int]] = {
     _ATEN._sparse_addmm: _sum_and_product,  # noqa: SLF001 - the operators' names
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,  # noqa: SLF001
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001
+    _ATEN._flash_attention_forward: _varlen,  # noqa: SLF001
+    _ATEN._flash_attention_backward: _varlen_backward,  # noqa: SLF001
     _ATEN._grouped_mm: _grouped,  # noqa: SLF001
 }
 for _kind in ("flash", "efficient", "cudnn"):
