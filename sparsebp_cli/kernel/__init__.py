@@ -27,12 +27,17 @@ _disabled = [False]
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Return a context without Triton's kernels, so that a benchmark can compare."""
+    """Return a context without Triton's kernels and merged flash attention, so that a benchmark can compare."""
     before, _disabled[0] = _disabled[0], True
     try:
         yield
     finally:
         _disabled[0] = before
+
+
+def is_disabled() -> bool:
+    """Return whether the caller is inside :func:`disabled`."""
+    return _disabled[0]
 
 
 def is_on_gpu(tensor: Tensor) -> bool:

@@ -23,6 +23,7 @@ from sparsebp_cli.backward.kind.packing.across import PackedMemory
 from sparsebp_cli.backward.kind.packing.groups import Padding, SegmentGroup
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.kind.packing.padding import with_padding, without_padding
+from sparsebp_cli.backward.kind.packing.varlen import VarlenPlan, attend
 from sparsebp_cli.backward.observe.internals import attention_name, has_attention, use_attention
 from sparsebp_cli.errors import UnsupportedError
 
@@ -133,6 +134,7 @@ class PackedMask:
     memory: PackedMemory | None = None  # None: rows attend to each other
     _masks: dict[tuple[int, str, torch.dtype | None], Tensor | None] = field(default_factory=dict)
     _pairs: dict[int, Tensor] = field(default_factory=dict)
+    _order: list[bool | None] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ReadsMaskError(f"a layer of this model reads the attention mask itself ({name}): rows cannot be packed")
@@ -196,9 +198,31 @@ class PackedMask:
         chosen = bias_HTT.flatten(1).index_select(1, pairs_GLK.flatten())
         return chosen.view(len(bias_HTT), *pairs_GLK.shape).transpose(0, 1)
 
+    def is_in_order(self, device: torch.device) -> bool | None:
+        """Return True if each query attends to its own key and all earlier ones, False if each attends to all keys,
+        else None."""
+        if not self._order:
+            is_causal = is_full = True
+            for group in self.groups:
+                rule, order, exists = self._rule(group, device)
+                is_causal &= bool((rule == order & exists).all())
+                is_full &= bool((rule == exists).all())
+            self._order.append(True if is_causal else False if is_full else None)
+        return self._order[0]
+
     def _make(self, group: SegmentGroup, implementation: str, device: torch.device) -> Tensor | None:
         """Return which keys each query attends to (G or 1, L, K), on the host; None: as plain causal attention does, or
         to all."""
+        rule, order, _ = self._rule(group, device)
+        if self.layout.is_causal and bool((rule & ~order).any()):
+            raise LooksAheadError("positions attend to later ones")
+        if implementation == "sdpa" and (bool(rule.all()) or _is_triangle(rule, group.padding)):
+            return None
+        return rule
+
+    def _rule(self, group: SegmentGroup, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which keys each query attends to (G or 1, L, K), which are its own or earlier, and which exist, on the
+        host."""
         queries, keys, padding = group.query_GL, group.key_GK, group.padding
         number = 1 if group.is_uniform else group.num_segments
         queries, keys = queries[:number], keys[:number]
@@ -209,13 +233,8 @@ class PackedMask:
         order = place <= last[..., None]
         if not group.attends:
             rule = torch.zeros_like(rule)
-        if padding is not None:
-            rule = rule & padding.is_key_GK[:, None]
-        if self.layout.is_causal and bool((rule & ~order).any()):
-            raise LooksAheadError("positions attend to later ones")
-        if implementation == "sdpa" and (bool(rule.all()) or _is_triangle(rule, padding)):
-            return None
-        return rule
+        exists = torch.ones_like(place, dtype=torch.bool) if padding is None else padding.is_key_GK[:, None]
+        return rule & exists, order, exists
 
     def _ask(self, query: Tensor, key: Tensor, device: torch.device) -> Tensor:
         """Return the model's rule on places of queries and keys."""
@@ -369,22 +388,19 @@ def _attend(
         mask.end(key, value)
         return value.new_zeros(1, num_rows, query.shape[1], value.shape[3]), None
     mask.state.num_calls += 1
-    outputs, kept = [], mask.kept[:1]
+    kept = mask.kept[:1]
     mask.kept = (*mask.kept[1:], *kept)  # the next call uses the next entry
     if mask.memory is None:
         key, value = mask.state.with_before(module, *(kept[0] if kept else (key, value)))
+    calls = mask.layout.calls if read is None or not kept else read.calls
+    if calls is not None and implementation == "sdpa" and mask.memory is None and bias is None:
+        merged = _attend_all(query, key, value, calls, mask, kwargs)
+        if merged is not None:
+            return merged, None
+    outputs = []
     for number, group in enumerate(mask.groups):
-        own = slice(group.start, group.end)
-        queries = _split(query[:, :, own], group)
-        if mask.memory is not None:
-            rows_GK = mask.memory.groups[number].row_GK
-            keys, values = (_remembered(whole, rows_GK, group.num_segments) for whole in (key, value))
-        elif kept:
-            keys, values = (_before(whole, group) for whole in (key, value))
-        else:
-            keys, values = _split(key[:, :, own], group), _split(value[:, :, own], group)
-            if group.ancestor_GA.shape[1]:
-                keys, values = torch.cat((_before(key, group), keys), 2), torch.cat((_before(value, group), values), 2)
+        queries = _split(query[:, :, group.start : group.end], group)
+        keys, values = (_keys(whole, number, mask, is_kept=bool(kept)) for whole in (key, value))
         find = mask.of_group if mask.memory is None else mask.of_memory
         allowed = find(number, implementation, query)
         if bias is not None and bias.values_HTT is not None:
@@ -395,6 +411,27 @@ def _attend(
             output = without_padding(output, group.padding)
         outputs.append(output[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
+
+
+def _attend_all(
+    query: Tensor, key: Tensor, value: Tensor, calls: VarlenPlan, mask: PackedMask, options: Mapping[str, object]
+) -> Tensor | None:
+    """Return the result for all groups by variable-length attention; None where the mask or the kernel rules it out."""
+    is_causal = mask.is_in_order(query.device)
+    if is_causal is None or (mask.layout.is_causal and not is_causal):
+        return None
+    return attend(query, key, value, calls, options, is_causal=is_causal)
+
+
+def _keys(rows_1HND: Tensor, number: int, mask: PackedMask, *, is_kept: bool) -> Tensor:
+    """Return the keys or values of a group (G, H, K, D)."""
+    group = mask.groups[number]
+    if mask.memory is not None:
+        return _remembered(rows_1HND, mask.memory.groups[number].row_GK, group.num_segments)
+    if is_kept:
+        return _before(rows_1HND, group)
+    own = _split(rows_1HND[:, :, group.start : group.end], group)
+    return torch.cat((_before(rows_1HND, group), own), 2) if group.ancestor_GA.shape[1] else own
 
 
 def _split(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, SegmentGroup, arrange, make_group, to_tensor
+from sparsebp_cli.backward.kind.packing.varlen import NO_ROWS, VarlenPlan, has_kernel, plan_calls
 from sparsebp_cli.backward.patch.boundary import fill
 
 # A branch adds an attention call in each layer. With fewer shared positions it costs more than it saves.
@@ -52,6 +53,7 @@ class ReadRows:
     row_M: Tensor  # index among the computed rows
     number_N: Tensor  # the inverse; 0 for other rows
     groups: tuple[SegmentGroup, ...]
+    calls: VarlenPlan | None = None  # None: attention runs group by group
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class PackedLayout:
     read: ReadRows | None = None  # None: the last layer runs all rows
     before: RowsBefore | None = None  # None: all keys belong to rows of this forward
     _host: HostRows | None = None  # None: not made on the host
+    calls: VarlenPlan | None = None  # None: attention runs group by group
 
     @cached_property
     def host(self) -> HostRows:
@@ -295,8 +298,7 @@ def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one w
         if kept is not None and not is_read.any():  # a layer needs one row; the others run only for keys and values
             is_read[0] = True
         if 0 < is_read.sum() <= wanted[1] * len(is_read) and not is_read.all():
-            own_rows_of = {n: own for n, own in rows.items() if n not in held}
-            read = _find_read(own_rows_of, chains, attends, is_read, place_NA, device)
+            read = _find_read(rows, held, before, attends, is_read, place_NA, device)
     return PackedLayout(
         (size[0], size[1]),
         to_tensor(source_N, device),
@@ -309,21 +311,40 @@ def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one w
         read,
         RowsBefore(to_tensor(np.concatenate([*held.values()]), device)) if held else None,
         HostRows(row.reshape(size), computed.reshape(size)),
+        _plan_calls(members, rows, rows, before, attends, device),
     )
+
+
+def _plan_calls(
+    members: list[list[int]],
+    queries: dict[int, Ints],
+    rows: dict[int, Ints],
+    before: list[tuple[int, ...]],
+    attends: dict[int, bool],
+    device: torch.device,
+) -> VarlenPlan | None:
+    """Return the calls of variable-length attention for the segments of all groups; None without a kernel for them."""
+    numbers = [number for group in members for number in group]
+    if not has_kernel(device) or not all(attends[number] for number in numbers):
+        return None
+    chains = [np.concatenate([NO_ROWS, *(rows[m] for m in before[number])]) for number in numbers]
+    return plan_calls([queries[n] for n in numbers], [rows[n] for n in numbers], chains, device)
 
 
 def _find_read(
     rows: dict[int, Ints],
-    chains: dict[int, Ints],
+    held: Mapping[int, Ints],
+    before: list[tuple[int, ...]],
     attends: dict[int, bool],
     is_read: Bools,
     place_N: Ints,
     device: torch.device,
 ) -> ReadRows:
-    """Return the rows of the last layer. ``rows`` are the rows of each segment, ``chains`` all rows before it and then
-    its own.
+    """Return the rows of the last layer. ``rows`` are those of each segment, ``held`` has the segments that another
+    forward computed, and ``before`` the numbers of the segments before each.
     """
-    queries = {n: own[is_read[own]] for n, own in rows.items() if is_read[own].any()}
+    queries = {n: own[is_read[own]] for n, own in rows.items() if n not in held and is_read[own].any()}
+    chains = {n: np.concatenate([rows[m] for m in (*before[n], n)]) for n in queries}
     members = arrange({n: (len(own), len(chains[n])) for n, own in queries.items()}, attends, attends)
     groups, parts, start = [], [], 0
     for numbers in members:
@@ -334,7 +355,8 @@ def _find_read(
     row_M = np.concatenate(parts)
     number_N = np.zeros(len(is_read), np.int64)
     number_N[row_M] = np.arange(len(row_M))
-    return ReadRows(to_tensor(row_M, device), to_tensor(number_N, device), tuple(groups))
+    calls = _plan_calls(members, queries, rows, before, attends, device)
+    return ReadRows(to_tensor(row_M, device), to_tensor(number_N, device), tuple(groups), calls)
 
 
 def count_pairs(groups: tuple[SegmentGroup, ...]) -> int:
