@@ -34,6 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
+from sparsebp_cli import kernel
 
 IGNORED = -100
 Batch = dict[str, Any]
@@ -210,6 +211,7 @@ class Way:
     has_engine: bool = False
     is_flat: bool = False  # whether its batches have no mask
     only_groups: bool = False
+    has_kernels: bool = True  # whether the engine may call the flash kernel once for all groups of rows
 
 
 WAYS = (
@@ -220,6 +222,7 @@ WAYS = (
     Way("prompt cached by hand", group, run_cached, only_groups=True),
     Way("lossless", pad_each, has_engine=True),
     Way("lossless, one batch", pad_all, has_engine=True),
+    Way("lossless, one batch, SDPA by group", pad_all, has_engine=True, has_kernels=False),
 )
 
 
@@ -290,6 +293,8 @@ def make_pass(model: Any, case: Case, stack: ExitStack) -> Callable[[], None]:
     engine = None
     if case.way.has_engine:  # the errors are measured here, so the engine's own comparison would be a part of the time
         engine = stack.enter_context(sbp.attach(model, {"name": "lossless", "verify": "never"}))
+    if not case.way.has_kernels:
+        stack.enter_context(kernel.disabled())
 
     def run() -> None:
         for batch in batches:

@@ -40,6 +40,11 @@ KNOWN: dict[str, dict[str, int]] = {
         "copy to cuda at backward/kind/packing/groups.py": 1,
         "copy to cuda at backward/kind/packing/batch.py": 1,
     },
+    "lossless in bfloat16": {
+        "copy to cpu at backward/kind/packing/batch.py": 2,
+        "copy to cuda at backward/kind/packing/groups.py": 1,
+        "copy to cuda at backward/kind/packing/batch.py": 1,
+    },
     # Loss and norm are read before the update, and the events of the step after it.
     WORKER: {
         "copy to cpu at worker/training.py": 1,
