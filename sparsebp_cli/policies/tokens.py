@@ -8,26 +8,13 @@ Antoine Simoulin et al., "Memory-Efficient Fine-Tuning of Transformers via Token
 https://arxiv.org/abs/2501.18824, for ``carry: random`` in mode ``detach``. We differ: ``carry_keep`` is a fraction of
 each example's positions, theirs is a number, and we also have ``mode: stop``.
 
-``score: tokenseek``: Runjia Zeng, Qifan Wang, Qiang Guan, Ruixiang Tang, Lifu Huang, Zhenting Wang, Xueling Zhang,
-Cheng Han and Dongfang Liu, "TokenSeek: Memory Efficient Fine Tuning via Instance-Aware Token Ditching" (ICLR 2026),
-https://arxiv.org/abs/2601.19739, after the abstract: a weighted sum of the attention that a position receives in the
-last layers and the norm of the gradient at the last block. We differ: both terms come from the last layer alone. We
-average attention over heads and sum it over positions, and take the gradient at the layer's input. We divide each term
-by its mean over the batch before we add them.
-
-``score: update``: "TokenDrop" (ICML 2026, poster 65486), after the abstract: the norm of a layer's addition to the
-residual stream. We differ: a separate forward computes the sum over layers, which chooses one set of positions for all
-layers. Theirs lets the set grow from layer to layer towards the loss, and reads the norms from the same forward. We do
-not support growing sets, because the engine plans the rows of all layers before the first one. Growing sets would need
-a plan and a wait of the host for each layer.
-
 ``draw: proportional`` is importance sampling of tokens. Angelos Katharopoulos and François Fleuret (ICML 2018),
 https://arxiv.org/abs/1803.00942, sample examples like this; ``score: gradient_norm`` is their bound of a gradient.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
 from typing_extensions import override
@@ -44,14 +31,12 @@ _NEEDS: dict[str, frozenset[Score]] = {
     "entropy": frozenset({"entropy"}),
     "gradient_norm": frozenset({"gradient_norm"}),
     "excess": frozenset({"loss", "reference_loss"}),
-    "update": frozenset({"update"}),
 }
-_SEEKS: tuple[Score, Score] = ("attention", "last_gradient")
 
 
 @final
 class SelectedTokens(ScoredTokenSelector):
-    """Train marked tokens, random tokens, or the tokens of largest loss, excess loss, entropy, gradient or update."""
+    """Train marked tokens, random tokens, or the tokens of largest loss, excess loss, entropy or gradient."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="With mode exact where a part of the labels is trained, best beside lossless, which computes what these "
@@ -66,15 +51,10 @@ class SelectedTokens(ScoredTokenSelector):
         code="microsoft/rho, MIT, without training code.",
     )
 
-    score: Literal["mask", "random", "loss", "excess", "entropy", "gradient_norm", "tokenseek", "update"] = Field(
+    score: Literal["mask", "random", "loss", "excess", "entropy", "gradient_norm"] = Field(
         description="mask: no score, train all marked tokens. loss, entropy: those of the model at this step. "
         "gradient_norm: norm of the gradient at the token's logits. excess: loss minus the reference model's. "
-        "tokenseek: attention received in the last layer, plus the gradient norm at its input. update: norms of what "
-        "layers add to the residual stream. random: as a control."
-    )
-    attention_weight: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
-        None,
-        description="With 'score: tokenseek': weight of attention, 0 to 1; the gradient has the rest. null: 0.5.",
+        "random: as a control."
     )
     draw: Literal["largest", "proportional"] = Field(
         "largest",
@@ -83,7 +63,7 @@ class SelectedTokens(ScoredTokenSelector):
         "target tokens.",
     )
 
-    constants: ClassVar[tuple[str, ...]] = ("attention_weight",)  # it determines which scores are computed
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (("attention_weight", None),)  # of score: tokenseek
 
     @model_validator(mode="after")
     def _has_budget(self) -> Self:
@@ -99,8 +79,6 @@ class SelectedTokens(ScoredTokenSelector):
                 raise ValueError(f"draw: proportional needs a score that is never negative, got score: {self.score}")
             if self.band is not None or self.within != "batch" or self.mask_column is not None:
                 raise ValueError("draw: proportional needs keep, a share of all targets of the batch")
-        if self.attention_weight is not None and self.score != "tokenseek":
-            raise ValueError(f"attention_weight has no effect with score: {self.score}: leave it out")
         if self.score == "excess" and self.reference is None:
             raise ValueError("score: excess needs reference: a model, by name or path")
         return self
@@ -117,16 +95,12 @@ class SelectedTokens(ScoredTokenSelector):
         if self.score in ("mask", "random"):
             return None
         keep = self.keep if self.band is None else self.band[1] - self.band[0]
-        as_here = self.model_dump(
-            mode="json", exclude={"reference", "reference_scores", "band", "draw", "attention_weight"}
-        )
+        as_here = self.model_dump(mode="json", exclude={"reference", "reference_scores", "band", "draw"})
         return {"name": "tokens", **as_here, "score": "random", "keep": keep}
 
     @property
     def needs(self) -> frozenset[Score]:
-        if self.score != "tokenseek":
-            return _NEEDS[self.score]
-        return frozenset(name for name, share in zip(_SEEKS, self._seek_shares(), strict=True) if share != 0.0)
+        return _NEEDS[self.score]
 
     def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
         import torch
@@ -138,19 +112,7 @@ class SelectedTokens(ScoredTokenSelector):
             return torch.rand(tokens.target_BT.shape, generator=step.generator(tokens, device), device=device)
         if self.score == "excess":
             return tokens.scores["loss"] - tokens.scores["reference_loss"]
-        if self.score == "tokenseek":
-            score_BT = torch.zeros_like(tokens.target_BT, dtype=torch.float32)
-            for name, share in zip(_SEEKS, self._seek_shares(), strict=True):
-                if share != 0.0:
-                    own_BT = tokens.scores[name]
-                    score_BT = score_BT + share * own_BT * tokens.target_BT.sum() / own_BT.sum().clamp(min=1e-30)
-            return score_BT
         return tokens.scores[self.score]
-
-    def _seek_shares(self) -> tuple[float, float]:
-        """Return the weights of the attention term and of the gradient term, which sum to 1."""
-        share = 0.5 if self.attention_weight is None else self.attention_weight
-        return share, 1.0 - share
 
     @override
     def pick(self, score_BT: Tensor, candidate_BT: Tensor, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor | None]:

@@ -54,8 +54,8 @@ class ScoredTokenSelector(TokenSelector):
     )
     carry_keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None,
-        description="With 'carry: random': fraction of each example's positions that carry gradient in addition to "
-        "trained positions.",
+        description="With 'carry: random': fraction of each example's positions that carry gradient. Random positions "
+        "fill up the trained ones to this fraction.",
     )
 
     @model_validator(mode="after")

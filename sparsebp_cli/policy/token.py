@@ -16,12 +16,12 @@ from pydantic import Field
 from sparsebp_cli.policy.contract import Step
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.reference import ReferenceReader
-from sparsebp_cli.policy.rule import GIVEN, Rule, at_linears, not_with, whole_weights
+from sparsebp_cli.policy.rule import GIVEN, Rule, at_linears, not_with
 
 if TYPE_CHECKING:
     import torch
 
-Score = Literal["loss", "entropy", "gradient_norm", "reference_loss", "attention", "last_gradient", "update"]
+Score = Literal["loss", "entropy", "gradient_norm", "reference_loss"]
 TokenMode = Literal["exact", "detach", "stop"]
 
 
@@ -35,10 +35,7 @@ class Tokens:
         real_BT: Whether the position is not padding.
         scores: Scores by name, each (B, T) in float32, and 0 outside of targets. ``loss`` and ``entropy``: of the model
             at this step, in nats. ``gradient_norm``: the 2-norm of the loss' gradient with respect to the position's
-            logits. ``reference_loss``: the loss of the reference model, in nats. ``attention``: the attention in the
-            last layer from all positions but padding to this one, in the mean over heads. ``last_gradient``: the 2-norm
-            of the gradient of the batch's summed loss at the input of the last layer. ``update``: the sum over layers
-            of the 2-norm of the layer's addition to the residual stream.
+            logits. ``reference_loss``: the loss of the reference model, in nats.
         columns: Further columns of the batch, by name, each (B, T), as in the data: the entry at t refers to the token
             at t, which the position t - 1 predicts.
     """
@@ -76,7 +73,7 @@ class TokenChoice:
 
 class TokenSelector(ReferenceReader):
     """Selects which positions are trained and which carry gradient, before the forward that training differentiates.
-    If ``needs`` names scores, the engine computes them, mostly by a forward without gradients. The engine implements
+    If ``needs`` names scores, the engine computes them by a forward without gradients. The engine implements
     ``mode`` and the options of a reference for all token selectors."""
 
     mode: TokenMode = Field(
@@ -137,7 +134,6 @@ class TokenSelector(ReferenceReader):
 def _find_facts(policy: TokenSelector) -> Mapping[str, object]:
     return {
         "mode": policy.mode,
-        "differentiates": "last_gradient" in policy.needs,
         "trains_all": not policy.needs and policy.budget == 1.0,
         "columns": policy.reads,
         "candidate_column": policy.candidate_column,
@@ -170,9 +166,6 @@ TOKEN_SELECTOR = Kind(
         ),
         not_with("format", ("regression",), "it computes losses that are a cross-entropy"),
         at_linears("Nodes store tensors by their index among all positions."),
-        whole_weights(
-            "its score differentiates the last layer inside of the forward", facts={"differentiates": (True,)}
-        ),
         not_with("segments", GIVEN, "it runs layers for some positions only"),
     ),
 )

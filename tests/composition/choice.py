@@ -52,7 +52,6 @@ CHOICES = (
     _policy("topk (error_feedback)", is_heavy=True, name="topk", keep=0.5, along="columns", error_feedback=True),
     _policy("tokens (exact)", name="tokens", score="random", keep=0.5),
     _policy("tokens (detach)", name="tokens", score="random", keep=0.5, mode="detach"),
-    _policy("tokens (tokenseek)", is_heavy=True, name="tokens", score="tokenseek", keep=0.5, mode="detach"),
     _policy("lossless", name="lossless"),
     _policy("dropbp", name="dropbp", keep=0.5),
     _policy("layerdrop", name="layerdrop", keep=0.5),

@@ -26,7 +26,6 @@ SCORES: list[dict[str, Any]] = [
     {"score": "loss", "band": [0.0, 0.4], "within": "example"},
     {"score": "entropy", "keep": 0.5, "keep_warmup_steps": 5},
     {"score": "entropy", "keep": 1.0},
-    {"score": "tokenseek", "keep": 0.3},
     {"score": "excess", "keep": 0.6, "reference": "austen-llama"},
     {"score": "excess", "band": [0.5, 1.0], "reference": "austen-llama", "reference_scores": "fly"},
 ]
@@ -96,17 +95,6 @@ def test_entropy_and_excess_choose_by_their_own_score() -> None:
     assert choice.trained_BT.nonzero().tolist() == [[1, 3]]
 
 
-def test_attention_and_gradient_are_added_over_their_means() -> None:
-    target_BT = torch.tensor([[True, True, True, True, False]])
-    attention_BT, gradient_BT = torch.tensor([[4.0, 0.0, 2.0, 2.0, 0.0]]), torch.tensor([[0.0, 30.0, 10.0, 0.0, 0.0]])
-    tokens = Tokens(None, target_BT, target_BT, {"attention": attention_BT, "last_gradient": gradient_BT})
-    found = SelectedTokens(score="tokenseek", keep=0.5, attention_weight=0.25).score_tokens(tokens, Step(0))
-    assert found is not None
-    assert found.tolist() == [[0.5, 2.25, 1.0, 0.25, 0.0]]  # over the means 2 and 10
-    assert SelectedTokens(score="tokenseek", keep=0.5, attention_weight=1.0).needs == {"attention"}
-    assert SelectedTokens(score="tokenseek", keep=0.5, attention_weight=0.0).needs == {"last_gradient"}
-
-
 def test_the_mask_speaks_of_tokens_and_is_heeded_where_they_are_predicted() -> None:
     column_BT = torch.zeros(2, 8, dtype=torch.int64)
     column_BT[0, 3] = column_BT[1, 0] = column_BT[1, 6] = 1  # the first token has no predictor, 6 is padding
@@ -164,7 +152,6 @@ def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
         ({"score": "excess", "keep": 0.5}, "score: excess needs reference"),
         ({"score": "loss", "keep": 0.5, "reference": "austen-llama"}, "reference is not used with these options"),
         ({"score": "loss", "keep": 0.5, "attention_weight": 0.5}, "attention_weight has no effect with score: loss"),
-        ({"score": "tokenseek", "keep": 0.5, "attention_weight": 1.5}, "less than or equal to 1"),
         ({"score": "loss", "keep": 0.5, "band": [0.1, 0.2]}, "give keep or band, not both"),
         ({"score": "loss", "band": [0.5, 0.2]}, r"low below high, got \[0.5, 0.2\]"),
         ({"score": "loss", "band": [0.5, 1.2]}, "less than or equal to 1"),

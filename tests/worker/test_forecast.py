@@ -155,7 +155,7 @@ def test_without_any_trial_pass_none_is_forecast(tmp_path: Path) -> None:
     "policy",
     [
         {"name": "tokens", "keep": 0.25, "score": "gradient_norm", "draw": "proportional"},
-        {"name": "tokens", "keep": 0.25, "score": "tokenseek"},
+        {"name": "tokens", "keep": 0.25, "score": "entropy"},
     ],
     ids=lambda policy: policy["score"],
 )

@@ -267,19 +267,3 @@ def test_both_go_with_mixed_precision_adapters_and_checkpointing(completion, pre
     assert all(seconds > 0.0 for seconds in values_of(run, "time/scoring_seconds"))
     losses = values_of(run, "train/loss")
     assert losses[-1] < losses[0]
-
-
-def test_a_score_that_needs_a_backward_is_claimed_and_counted_as_part_of_the_forward(completion, prepared) -> None:
-    seek = {"name": "tokens", "score": "tokenseek", "keep": 0.5, "mode": "detach"}
-    measure = {"probe_every": 2, "fidelity_every": None}
-    sections = {"measure": measure, "training": TRAINING | {"max_steps": 2}}
-    last = {}
-    for name, policy in (("seek", seek), ("loss", seek | {"score": "loss"})):
-        run = prepared(completion(policy, **sections))
-        assert work(run) == 0, (run.path / "worker.log").read_text()
-        history = History.load(run.path)
-        last[name] = {metric: list(history.series(metric).values())[-1] for metric in METRICS_OF_SCORES}
-        assert last[name]["proof/excess_share"] == 0.0
-    more = last["seek"]["flops/scoring"] - last["loss"]["flops/scoring"]
-    assert 0 < more < last["loss"]["flops/scoring"]
-    assert last["seek"]["proof/executed_share"] < 1.0

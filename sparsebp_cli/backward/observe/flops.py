@@ -36,7 +36,6 @@ class FlopCount:
         forward: FLOPs by the innermost running module.
         backward: FLOPs by the innermost module whose forward created the running node; ``""``: outside of modules.
         recomputed: FLOPs of forwards repeated inside the backward, by module; not part of ``backward``.
-        is_scoring: Whether the forward is computing scores. Then a backward inside it counts as forward.
         is_ahead: Whether the forward is computing gradients of its backward.
     """
 
@@ -45,7 +44,7 @@ class FlopCount:
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
         self.recomputed: Counter[str] = Counter()
-        self.is_scoring = self.is_ahead = False
+        self.is_ahead = False
 
     @property
     def total(self) -> int:
@@ -63,9 +62,9 @@ class FlopCount:
         self.by_operator[operator] += flops
         if modules is None or not flops:
             return
-        if self.is_ahead and not self.is_scoring:
+        if self.is_ahead:
             self.backward[modules.current] += flops
-        elif self.is_scoring or not is_in_backward():
+        elif not is_in_backward():
             self.forward[modules.current] += flops
         elif modules.is_running:
             self.recomputed[modules.current] += flops

@@ -168,8 +168,7 @@ CHOICES: Sequence[dict[str, Any]] = (
     {"score": "random", "keep": 0.3},
     {"score": "loss", "keep": 0.3, "within": "example"},
     {"score": "entropy", "keep": 0.4, "draw": "proportional"},
-    {"score": "tokenseek", "keep": 0.3},
-    {"score": "update", "keep": 0.3},
+    {"score": "gradient_norm", "keep": 0.3},
 )
 
 

@@ -24,8 +24,6 @@ class ScoringCost:
     def __enter__(self) -> Self:
         """Start."""
         count = counting_now()
-        if count is not None:
-            count.is_scoring = True
         self._before = 0 if count is None else count.total
         self._start = _mark(self.device)
         return self
@@ -41,8 +39,6 @@ class ScoringCost:
             self.seconds = stop - start
         else:
             self.seconds = DeviceSeconds(spans=((start, stop),))
-        if count is not None:
-            count.is_scoring = False
         self.flops = 0 if count is None else count.total - self._before
 
 

@@ -1,4 +1,4 @@
-"""Scores of every target, from a forward without dropout and, except for ``last_gradient``, without gradients.
+"""Scores of every target, from a forward without dropout and without gradients.
 
 The head runs only for targets, and for a limited number at a time, so that the logits stay small. The model's own
 forward runs the head, so that changes of the logits (soft capping, scaling) apply. During this, a function that returns
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
 
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sparsebp_cli.backward.decoder.decoder import Decoder
-from sparsebp_cli.backward.kind.score.layer_scores import INSIDE, LayerScores
 from sparsebp_cli.backward.patch.forward import replace_forwards
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Score
@@ -39,14 +37,13 @@ class HasLogits(Protocol):
 class Scorer:
     """Scores the targets of batches with one model.
 
-    ``what`` names the policy that needs the scores, at the beginning of errors. ``decoder`` is the same model, for
-    scores from inside its layers. Raises :class:`UnsupportedError` unless the model is a transformers model with a
-    language-modelling head and ``logits_to_keep``.
+    ``what`` names the policy that needs the scores, at the beginning of errors. Raises :class:`UnsupportedError` unless
+    the model is a transformers model with a language-modelling head and ``logits_to_keep``.
     """
 
     model: nn.Module
 
-    def __init__(self, model: nn.Module, what: str, decoder: Decoder | None = None) -> None:
+    def __init__(self, model: nn.Module, what: str) -> None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
         accepted = inspect.signature(type(model).forward).parameters
@@ -55,7 +52,7 @@ class Scorer:
                 f"{what} needs a transformers model with a language-modelling head and logits_to_keep, "
                 f"got {type(model).__name__}"
             )
-        self.model, self._what, self._base, self._decoder = model, what, base, decoder
+        self.model, self._what, self._base = model, what, base
         decoder = getattr(model, "get_decoder", lambda: None)()  # some forwards call the base's decoder directly
         self._bases = [base, *(module for module in base.modules() if module is decoder and module is not base)]
         self.num_tokens: int = head.weight.shape[0]
@@ -73,32 +70,16 @@ class Scorer:
         ``next_BT`` is the token that each position predicts, -100 for none. Labels among the arguments are ignored.
         """
         target_N = next_BT.flatten()
-        by_logits = [name for name in wanted if name in _SCORES]
         found: dict[Score, Tensor] = {
-            name: torch.zeros(target_N.shape, dtype=torch.float32, device=target_N.device) for name in by_logits
+            name: torch.zeros(target_N.shape, dtype=torch.float32, device=target_N.device) for name in wanted
         }
-        layers = self._watch(arguments, next_BT, wanted)
         with torch.no_grad(), evaluating(self.model):
             rows = (target_N != IGNORED).nonzero()[:, 0]  # waits for a GPU; before the forward the wait is short
-            with nullcontext() if layers is None else layers.watching(arguments):
-                hidden_ND = self._hidden(arguments, forward)
-            differentiates = layers is not None and layers.differentiates
-            grad_ND = torch.zeros_like(hidden_ND) if differentiates else None
-            for row_K in torch.split(rows, self._most_rows) if by_logits or differentiates else ():
-                hidden_KD = hidden_ND[row_K].detach()
-                with torch.set_grad_enabled(differentiates):
-                    logits_KV = self._logits(hidden_KD.requires_grad_(differentiates), forward)
-                    if grad_ND is not None:
-                        loss = nn.functional.cross_entropy(logits_KV, target_N[row_K], reduction="sum")
-                        (grad_ND[row_K],) = torch.autograd.grad(loss, hidden_KD)
+            hidden_ND = self._hidden(arguments, forward)
+            for row_K in torch.split(rows, self._most_rows):
+                logits_KV = self._logits(hidden_ND[row_K], forward)
                 for name, score_N in found.items():
-                    score_N[row_K] = _SCORES[name](logits_KV.detach(), target_N[row_K])
-            if layers is not None:
-                if grad_ND is not None:
-                    layers.differentiate(hidden_ND, grad_ND)
-                found |= {
-                    name: score_BT.masked_fill(next_BT == IGNORED, 0.0) for name, score_BT in layers.found.items()
-                }
+                    score_N[row_K] = _SCORES[name](logits_KV, target_N[row_K])
         shape, ignored_BT = next_BT.shape, next_BT == IGNORED
         return {
             name: score_N.view(shape)
@@ -106,13 +87,6 @@ class Scorer:
             else draw_like(score_N).view(shape).masked_fill(ignored_BT, 0.0)
             for name, score_N in found.items()
         }
-
-    def _watch(self, arguments: Mapping[str, object], next_BT: Tensor, wanted: Collection[Score]) -> LayerScores | None:
-        """Return the reader for scores from inside the layers; None if none is wanted."""
-        if not INSIDE & set(wanted):
-            return None
-        assert self._decoder is not None
-        return LayerScores(self._decoder, wanted, real_positions(arguments, next_BT))
 
     def _hidden(self, arguments: Mapping[str, object], forward: Callable[..., HasLogits]) -> Tensor:
         """Return the input of the head, (N, D)."""
@@ -132,8 +106,7 @@ class Scorer:
                 f"{self._what} needs a model whose forward calls its base, {type(self.model).__name__} does not"
             )
         self._base, hidden = kept[-1]  # the outermost module ends last
-        with torch.set_grad_enabled(hidden.requires_grad):
-            return hidden.flatten(0, -2)
+        return hidden.flatten(0, -2)
 
     def _logits(self, hidden_KD: Tensor, forward: Callable[..., HasLogits]) -> Tensor:
         """Return the logits of some rows, (K, V), float32."""

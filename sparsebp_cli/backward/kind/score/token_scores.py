@@ -5,14 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.kind.score.cost import ScoringCost
-from sparsebp_cli.backward.kind.score.layer_scores import INSIDE
 from sparsebp_cli.backward.kind.score.scorer import HasLogits, Scorer, next_tokens, real_positions
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import ReadTokens, Score, Step, TokenChoice, Tokens, TokenSelector, returned
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.core.policy_state import PolicyStates
     from sparsebp_cli.backward.decoder.decoder import Decoder
 
-OWN_SCORES: frozenset[Score] = INSIDE.union(("loss", "entropy", "gradient_norm"))
+OWN_SCORES: frozenset[Score] = frozenset(("loss", "entropy", "gradient_norm"))
 
 
 class TokenChooser:
@@ -43,9 +41,7 @@ class TokenChooser:
         what = f"{type(policy).__name__}, which scores tokens,"
         self._policy, self._has_schedule, self._states = policy, bool(policy.schedules), states
         self._count: Callable[[Chosen], None] = _forget
-        # Disables the engine while a score is differentiated, so that no site counts this backward.
-        self._disabled: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._scorer = Scorer(decoder.model, what, decoder) if policy.needs & OWN_SCORES else None
+        self._scorer = Scorer(decoder.model, what) if policy.needs & OWN_SCORES else None
         self._needs_reference = "reference_loss" in policy.needs
         self._reads = policy.reads
         self._reference = None
@@ -58,8 +54,6 @@ class TokenChooser:
     def install(self, engine: EngineView) -> None:
         """Count choices with this engine from now on."""
         self._count = engine.add_chosen
-        if "last_gradient" in self._policy.needs:
-            self._disabled = engine.disabled
 
     def choose(
         self,
@@ -78,8 +72,7 @@ class TokenChooser:
         if self._scorer is not None or self._reference is not None:
             with cost:
                 if self._scorer is not None:
-                    with self._disabled():
-                        scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
+                    scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
                 if self._reference is not None:
                     scores["reference_loss"] = score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:
