@@ -26,6 +26,8 @@ from measured import SIZES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sparsebp_cli import kernel
+from sparsebp_cli.backward.kind.packing import layout, varlen
 from sparsebp_tools.forecast.fake.attention import attend
 
 LARGE = 50_000  # elements of a tensor of numbers that is not computed
@@ -52,6 +54,8 @@ class Skipping(Meter):
             return func(*args, **kwargs)
         if name.endswith("_"):  # in place
             return args[0]
+        if name.startswith("_flash"):
+            return _make_flash(name, args)
         as_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         try:
             shapes = func(*as_meta[0], **as_meta[1] | ({"device": "meta"} if "device" in kwargs else {}))
@@ -60,6 +64,13 @@ class Skipping(Meter):
         if not all(value.is_floating_point() for value in tree_leaves(shapes) if isinstance(value, Tensor)):
             return func(*args, **kwargs)
         return tree_map_only(Tensor, _make_zeros, shapes)
+
+
+def _make_flash(name: str, args: Any) -> tuple[Tensor, ...]:
+    """Return results of the flash kernel, which does not run on a CPU."""
+    if name.endswith("backward"):
+        return tuple(_make_zeros(tensor) for tensor in args[1:4])
+    return _make_zeros(args[0]), torch.zeros(args[0].shape[1], len(args[0])), *(torch.zeros(0),) * 3
 
 
 def _is_large(tensor: Tensor) -> bool:
@@ -81,6 +92,8 @@ def cost_of_update(case: Case, size: str, num_layers: int) -> Cost:
         stack.enter_context(patch.object(headline, "SIZES_OF_LORA", sizes))
         stack.enter_context(patch.dict(SIZES, {size: sizes}))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", attend))
+        stack.enter_context(patch.object(layout, "has_kernel", lambda _: not kernel.is_disabled()))
+        stack.enter_context(patch.object(varlen, "is_right", lambda *_: True))  # of a kernel that runs on GPUs only
         meter = stack.enter_context(Skipping())
         model = headline.make_model(size, case.update, torch.device("cpu"), torch.bfloat16)
         run = make_pass(model, case, stack)

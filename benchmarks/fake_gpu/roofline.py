@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, equal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -103,6 +103,11 @@ def count_flops(name: str, given: list[Tensor], made: list[Tensor]) -> float:
         query, key = given[1:3] if name.endswith("backward") else given[:2]
         of_one = 2.0 * query.numel() * key.shape[-2] / (1 + _is_square(query, key))
         return of_one * (5 if name.endswith("backward") else 2)
+    if name.startswith("_flash"):  # the same, for sequences by their ends
+        query, ends = (given[1], given[6:8]) if name.endswith("backward") else (given[0], given[3:5])
+        pairs = sum(math.prod(lengths) for lengths in zip(*(end.diff().tolist() for end in ends), strict=True))
+        of_one = 2.0 * query[0].numel() * pairs / (1 + equal(*ends))
+        return of_one * (5 if name.endswith("backward") else 2)
     return 0.0
 
 
@@ -144,7 +149,7 @@ def estimate(name: str, num_bytes: int, flops: float, given: list[Tensor], made:
     if not flops:
         return seconds
     rate = 1.0 if made[0].element_size() == 2 else FLOAT32_SHARE
-    if name.startswith("attend"):
+    if name.startswith(("attend", "_flash")):
         return max(seconds, flops / (rate * GEMM * ATTENTION_SHARE))
     if name in PRODUCTS:
         high, wide = made[0].shape[-2:]
