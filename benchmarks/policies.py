@@ -35,7 +35,6 @@ WAYS: Ways = {
     },
     "compact 0.25": {"name": "compact"},
     "dither": {"name": "dither", **HEAD},
-    "autofreeze": {"name": "autofreeze", "every": 5},
     "frozen, LISA": {"name": "frozen", "turn": "layers", "order": "independent", "at_once": 2, "every": 5},
     "gact 4 bits": {"name": "gact", "bits": 4},
     "grades": {"name": "grades", "threshold": 0.0},

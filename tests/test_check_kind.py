@@ -216,7 +216,7 @@ def _kind(name: str) -> Kind:
 
 
 def test_a_kind_of_our_own_keeps_every_promise() -> None:
-    policies = [{"name": "frozen", "turn": "layers"}, {"name": "autofreeze", "every": 1}]
+    policies = [{"name": "frozen", "turn": "layers"}, {"name": "grades", "threshold": 1e9, "grace": 0.0}]
     check_kind(_kind("ParameterSelector"), policies, make_model=_decoder, loss=_loss)
 
 

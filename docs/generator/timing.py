@@ -230,7 +230,7 @@ backward, over dense.
 
 Every token of the batch is trained and every text has full length, so `lossless` has nothing to leave out: its row is
 what attaching costs, and `tokens` with `mode: exact` gains only behind the last attention. Policies that decide late
-(`autofreeze`, `grades`, `vcas`) are in their first steps, which are dense."""
+(`grades`, `vcas`) are in their first steps, which are dense."""
 VARIES = ("layerdrop", "pld", "dropbp", "lcsb")  # another number of blocks, or others, at each step
 
 

@@ -12,7 +12,6 @@ from sparsebp_cli.entry_point import tell_home
 SHELF = "sparsebp-shelf"
 MOVED = frozenset(
     {
-        "autofreeze",
         "compact",
         "crs",
         "dither",
@@ -39,11 +38,12 @@ MOVED = frozenset(
 )
 # Policies that were removed after 0.5, each with the reason or what to use in its place.
 REMOVED = {
+    "autofreeze": "use grades or frozen",
     "backlite": "it was never faster than dense",
     "dropit": "use gact, wta-crs, velora or compact",
     "evolved-pruning": "use infobatch",
     "evolved-sampling": "use importance or selective-backprop",
-    "freezeout": "use autofreeze or grades",
+    "freezeout": "use grades or frozen",
     "grass": "use frozen",
     "greats": "use rho",
     "meprop": "use topk",

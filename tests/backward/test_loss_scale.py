@@ -65,7 +65,6 @@ POLICIES: dict[str, Any] = {
     "gact": {"name": "gact", "adapt_interval": 4, "group": 8},
     "subnet": {"name": "subnet", "keep": 0.25},
     "grades": {"name": "grades", "threshold": 0.9, "relative": True, "grace": 0.4},
-    "autofreeze": {"name": "autofreeze", "every": 2},
     "importance": {"name": "importance", "keep": 0.5, "threshold": 0.0},
     "block norms": ByBlockNorm(),
 }

@@ -69,7 +69,6 @@ WAYS: dict[str, Sections] = {
     "frozen in turn, rate held": _policy(
         "frozen", order="random", optimizer_state="cpu", learning_rate="cycle", **_TURNS
     ),
-    "autofreeze": _policy("autofreeze", every=2),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "subnet": _policy("subnet", keep=0.3, batches=2),
     "mezo": _policy("mezo", scale=1e-2)

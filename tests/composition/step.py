@@ -87,7 +87,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
     engine = attach()
     if composition == "compile":
         compile_parts(model)
-    for number in range(_num_steps(ways)):
+    for number in range(2):
         micro_batches = _micro_batches(composition, number)
         for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
@@ -125,7 +125,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     states = _init_states(model, policies, shown)
     masks = _find_masks(model, policies)
-    for number in range(_num_steps(ways)):
+    for number in range(2):
         means: dict[str, Tensor] = {}  # of the rows of inputs, in the step's first forward
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, weights, hooks, saving = all_ids, None, [], ExitStack()
@@ -210,11 +210,6 @@ def _init_states(model: nn.Module, policies: Sequence[Policy], shown: Sequence[P
     return {id(policy): policy.init(places(policy)) for policy in policies if isinstance(policy, Stateful)}
 
 
-def _num_steps(ways: Sequence[Way]) -> int:
-    """Return 2, or 3 where a policy compares two steps and acts in the next."""
-    return 3 if any(way.label == "autofreeze" for way in ways) else 2
-
-
 def _observe(
     policies: Sequence[Policy],
     states: dict[int, Any],
@@ -224,11 +219,10 @@ def _observe(
     means: dict[str, Tensor],
 ) -> None:
     sizes = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
-    norms = {name: p.grad.norm() for name, p in trained.items() if p.grad is not None}
     is_run = {name: model.get_parameter(f"{name}.weight").grad is not None for name in means}  # no dropped block is
     means = {name: mean_D for name, mean_D in means.items() if is_run[name]}
     end = Step(number, seed=SEED, num_steps=NUM_STEPS)
-    observation = Observation(norm=norms, size=sizes, mean=means)
+    observation = Observation(size=sizes, mean=means)
     for policy in policies:
         if isinstance(policy, Stateful):
             states[id(policy)] = policy.observe(states[id(policy)], observation, end)

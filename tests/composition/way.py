@@ -50,7 +50,6 @@ WAYS = (
     Way("uniform", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", {"name": "frozen", "turn": "layers"}),
-    Way("autofreeze", {"name": "autofreeze", "every": 1}),
     Way("grades", {"name": "grades", "threshold": 1e9, "grace": 0.0}),
     Way("lossless", {"name": "lossless"}),
     Way("dropbp", {"name": "dropbp", "keep": 0.5}),
@@ -133,7 +132,7 @@ def _find_skipping_refusal(first: Way, second: Way) -> str:
 
 def _find_eager_refusal(way: Way) -> str:
     name, does = way.policy.get("name"), ""
-    if name in ("autofreeze", "grades"):
+    if name == "grades":
         does = "observes gradients of parameters, which update='eager' frees during the backward"
     return does and f"{_class_of(way)} {does}; use update='deferred'"
 

@@ -12,7 +12,6 @@ from .flat import ROUND, count_while_training
 
 SITES = ["*q_proj", "*up_proj"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "autofreeze": ({"every": 3}, {}),
     "compact": ({"keep": 0.5}, {}),
     "crs": ({"keep": 0.5}, {}),
     "dense": ({}, {}),

@@ -31,11 +31,10 @@ from tests.plugin import find_ours
 from tests.worker.conftest import LLAMA
 
 # Trained by each run of the tests; the others, and dear options, by the long ones.
-OFTEN = {"dense", "uniform", "mezo", "lossless", "tokens", "layerdrop", "autofreeze", "importance"}
+OFTEN = {"dense", "uniform", "mezo", "lossless", "tokens", "layerdrop", "grades", "importance"}
 WHOLE = {"start": 0.0, "end": 1.0, "interrupt": 0}
 # Every built-in policy, as it is ordinarily set, and with the options that make it dear.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "autofreeze": [{"every": 5}],
     "compact": [{}, {"interval": 5}],
     "crs": [{"keep": 0.25}],
     "dense": [{}],
@@ -83,7 +82,7 @@ NEEDS: dict[str, dict[str, dict[str, object]]] = {
     "max-child": {"backward": {"sites": "nodes", "exclude": []}},
     "random-child": {"backward": {"sites": "nodes", "exclude": []}},
 }
-OBSERVING = {"autofreeze", "grades"}  # take the norm of each gradient at each step: 2 FLOPs an entry
+OBSERVING = {"grades"}  # takes the norm of each gradient at each step: 2 FLOPs an entry
 # PyTorch's counter leaves attention on a CPU out; its own formulas for that on a GPU are the oracle.
 ATEN = torch.ops.aten
 ON_CPU = {
@@ -265,14 +264,13 @@ UNEVEN = {
     "uniform": {"keep": 0.25},
     "layerdrop": {},
     "lossless": {"verify": "never"},
-    "autofreeze": {"every": 5},
     "grades": {"threshold": 0.9, "relative": True, "grace": 0.3},
     "importance": {},
     "dropbp": {"keep": 0.5},
     "selective-backprop": {},
     "tokens": {"score": "random", "keep": 0.25, "mode": "detach"},
 }
-ALWAYS = {"uniform", "lossless", "autofreeze"}
+ALWAYS = {"uniform", "lossless", "grades"}
 
 
 @pytest.mark.parametrize(
