@@ -231,7 +231,7 @@ backward, over dense.
 Every token of the batch is trained and every text has full length, so `lossless` has nothing to leave out: its row is
 what attaching costs, and `tokens` with `mode: exact` gains only behind the last attention. Policies that decide late
 (`grades`, `vcas`) are in their first steps, which are dense."""
-VARIES = ("layerdrop", "pld", "dropbp", "lcsb")  # another number of blocks, or others, at each step
+VARIES = ("layerdrop", "dropbp")  # another number of blocks, or others, at each step
 
 
 def policies_page(root: Path) -> str:

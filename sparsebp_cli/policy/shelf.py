@@ -21,10 +21,8 @@ MOVED = frozenset(
         "importance",
         "infobatch",
         "layerdrop",
-        "lcsb",
         "mezo",
         "mvue",
-        "pld",
         "rho",
         "rollouts",
         "selective-backprop",
@@ -46,16 +44,18 @@ REMOVED = {
     "freezeout": "use grades or frozen",
     "grass": "use frozen",
     "greats": "use rho",
+    "lcsb": "use dropbp",
     "meprop": "use topk",
     "pamm": "use gact, wta-crs, velora or compact",
     "partial-forward": "its effect was not shown",
+    "pld": "use layerdrop",
     "random-ltd": "its effect was not shown",
     "sparse-lora": "its effect was not shown",
 }
 OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa", "muon"})
 # Public classes of `sparsebp_cli.policy` in 0.5, and the modules of sparsebp-shelf that have them.
 CLASSES = {
-    **dict.fromkeys(("BlockDropper", "BlockGradient", "DropDraw", "ResidualBlock"), "sparsebp_shelf.block"),
+    **dict.fromkeys(("BlockDropper", "DropDraw", "ResidualBlock"), "sparsebp_shelf.block"),
     **dict.fromkeys(("ExampleSelector", "KeptExamples", "WeightedExamples"), "sparsebp_shelf.example"),
     **dict.fromkeys(("LayerOutput", "LayerSampler"), "sparsebp_shelf.layer_sampler"),
     **dict.fromkeys(("InputSaver", "SavedDirection", "SavedProjection"), "sparsebp_shelf.saver"),

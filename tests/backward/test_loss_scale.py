@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,46 +14,16 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward.core.loss_scale import ScaleFinder, remove_scale
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import (
-    Measure,
-    Observation,
-    Observed,
     Policy,
     Stateful,
-    Step,
-    choice,
 )
 from sparsebp_cli.policy.discovery import find_policies, make_policies
-from sparsebp_shelf.block import BlockDropper, BlockGradient, ResidualBlock
 from tests.backward.families import tiny_decoder
 from tests.backward.test_policy_state import Momentum
 
 NUM_STEPS = 6
 # Batches whose loss is infinite, none before trial passes: a scaler drops their steps, and the oracle lacks them.
 OVERFLOWS = (1, 2, 5)
-
-
-class ByBlockNorm(Stateful, BlockDropper):
-    """Drops the block of the smallest gradient so far."""
-
-    @property
-    def budget(self) -> float:
-        return 0.5
-
-    def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> list[str]:
-        return [min(step.state, key=lambda name: float(step.state[name]))] if step.index else []
-
-    @property
-    def observes(self) -> frozenset[type[Observed]]:
-        return frozenset({BlockGradient})
-
-    def measure(self, seen: Any, step: Step) -> dict[str, Measure]:
-        return {"norm": Measure(choice.l2_norm(seen.gradient), "hypot")}
-
-    def init(self, places: Sequence[ResidualBlock], /) -> dict[str, Tensor | float]:
-        return {place.name: torch.zeros(()) for place in places}
-
-    def observe(self, state: Any, observation: Observation, step: Step) -> dict[str, Tensor | float]:
-        return {name: before + observation["norm"].get(name, 0 * before) for name, before in state.items()}
 
 
 POLICIES: dict[str, Any] = {
@@ -66,7 +36,6 @@ POLICIES: dict[str, Any] = {
     "subnet": {"name": "subnet", "keep": 0.25},
     "grades": {"name": "grades", "threshold": 0.9, "relative": True, "grace": 0.4},
     "importance": {"name": "importance", "keep": 0.5, "threshold": 0.0},
-    "block norms": ByBlockNorm(),
 }
 
 

@@ -1,8 +1,8 @@
-"""What policies of examples, tokens and residual blocks observe of a step: losses that were read, norms of blocks."""
+"""What policies of examples and tokens observe of a step: the losses that were read."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -25,9 +25,7 @@ from sparsebp_cli.policy import (
     Stateful,
     Step,
     Tokens,
-    choice,
 )
-from sparsebp_shelf.block import BlockDropper, BlockGradient, ResidualBlock
 from sparsebp_shelf.example import ExampleSelector
 from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop, rank
 from tests.backward.families import tiny_decoder
@@ -87,20 +85,6 @@ class WatchingTokens(Watching, ScoredTokenSelector):
         return tokens.scores["loss"]
 
 
-class WatchingBlocks(Watching, BlockDropper):
-    what: ClassVar[type[Observed]] = BlockGradient
-
-    def measure(self, seen: Any, step: Step) -> dict[str, Measure]:
-        return {"seen": Measure(choice.l2_norm(seen.gradient), fold="hypot")}
-
-    @property
-    def budget(self) -> float:
-        return 0.5
-
-    def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> Collection[str]:
-        return [blocks[0].name]
-
-
 def batch(seed: int) -> dict[str, Tensor]:
     ids_BT = torch.randint(3, 40, (4, 8), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids_BT, "labels": ids_BT}
@@ -128,45 +112,6 @@ def test_losses_that_were_read_are_observed_and_the_state_reaches_the_decision(p
         assert torch.equal(observed["0"], first[1])
         assert torch.equal(observed["1"], second[1])
         assert float(first[1].max()) > 0
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_norm_of_a_block_is_that_of_the_gradient_of_its_output_over_the_step(checkpointing: bool) -> None:
-    SEEN.clear()
-    model = tiny_decoder("llama", checkpointing=checkpointing)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = attach(model, WatchingBlocks(), optimizer=optimizer)
-    for number in range(2):
-        engine.backward(model(**batch(number)).loss)
-    optimizer.step()
-    engine.detach()
-
-    model = tiny_decoder("llama")
-    blocks = {name: m for name, m in model.named_modules() if name.endswith((".self_attn", ".mlp"))}
-    dropped, *kept = blocks
-    square = dict.fromkeys(kept, 0.0)
-    for number in range(2):
-        outputs: dict[str, Tensor] = {}
-
-        def remember(module: Any, _: Any, output: Any, outputs: dict[str, Tensor] = outputs) -> Any:
-            name = next(name for name, other in blocks.items() if other is module)
-            first = output[0] if isinstance(output, tuple) else output
-            if name == dropped:
-                cut = first.detach()
-                return (cut, *output[1:]) if isinstance(output, tuple) else cut
-            outputs[name] = first
-            return None
-
-        hooks = [module.register_forward_hook(remember) for module in blocks.values()]
-        loss = model(**batch(number)).loss
-        for hook in hooks:
-            hook.remove()
-        for name, gradient in zip(kept, torch.autograd.grad(loss, [outputs[n] for n in kept]), strict=True):
-            square[name] += float(gradient.double().pow(2).sum())
-    (observed,) = SEEN
-    assert sorted(observed) == sorted(kept)
-    for name in kept:
-        assert float(observed[name]) == pytest.approx(square[name] ** 0.5, rel=1e-5)
 
 
 def test_a_probe_leaves_what_the_step_has_read_alone() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -143,11 +143,8 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                 elif isinstance(policy, BlockDropper):
                     blocks, _ = find_blocks(model, "the reference")
                     first = Step(number, seed=SEED, num_steps=NUM_STEPS)
-                    dropped, factors = policy.drop(blocks, first), policy.factors(blocks, first)
-                    times = dict.fromkeys(dropped, _detach)
-                    if policy.skips_forward:
-                        times = {name: _times(factors.get(name, 1.0)) for name in (block.name for block in blocks)}
-                        times |= {name: _times(0.0) for name in dropped}
+                    dropped = policy.drop(blocks, first)
+                    times = dict.fromkeys(dropped, _zero if policy.skips_forward else _detach)
                     hooks = [model.get_submodule(name).register_forward_hook(hook) for name, hook in times.items()]
                 elif isinstance(policy, InputSaver):
                     saving.enter_context(saving_by_hand(model, policy, step, None if micro_batch else means))
@@ -232,15 +229,10 @@ def _detach(module: nn.Module, args: object, output: Any) -> Any:
     return (output[0].detach(), *output[1:]) if isinstance(output, tuple) else output.detach()
 
 
-def _times(factor: float) -> Callable[..., Any]:
-    """Return a hook that multiplies a block's output; by zero, nothing of it is left, its gradient included."""
-
-    def times(module: nn.Module, args: object, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return times(module, args, output[0]), *output[1:]
-        return output * factor if factor else torch.zeros_like(output)
-
-    return times
+def _zero(module: nn.Module, args: object, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return torch.zeros_like(output[0]), *output[1:]
+    return torch.zeros_like(output)
 
 
 def difference(ours: Weights, theirs: Weights, before: Weights) -> float:

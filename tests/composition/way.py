@@ -53,9 +53,7 @@ WAYS = (
     Way("grades", {"name": "grades", "threshold": 1e9, "grace": 0.0}),
     Way("lossless", {"name": "lossless"}),
     Way("dropbp", {"name": "dropbp", "keep": 0.5}),
-    Way("lcsb", {"name": "lcsb", "keep": 0.5}),
     Way("layerdrop", {"name": "layerdrop", "keep": 0.8}),
-    Way("pld", {"name": "pld", "theta": 0.1, "gamma": 5.0}),
     Way("wta-crs", {"name": "wta-crs", "keep": 0.3}),
     Way("gact", {"name": "gact", "bits": 4}),
     Way("sketch", {"name": "sketch", "keep": 0.5}),
@@ -175,7 +173,7 @@ def find_pair_refusal(first: Way, second: Way) -> str:
 
 def _find_other_refusal(first: Way, second: Way) -> str:
     questions = {first.question, second.question}
-    skips = {"layerdrop", "pld"} & {way.policy.get("name") for way in (first, second)}
+    skips = "layerdrop" in (first.label, second.label)
     if skips and questions & {"TokenSelector", "BatchPacker", "segments"}:
         return _find_skipping_refusal(first, second)
     if "segments" in questions and questions & {"TokenSelector", "BatchPacker"}:

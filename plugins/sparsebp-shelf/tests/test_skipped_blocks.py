@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -15,29 +15,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
-from sparsebp_shelf.block import PLD, BlockDropper, LayerDrop, ResidualBlock
+from sparsebp_shelf.block import BlockDropper, LayerDrop, ResidualBlock
 from sparsebp_shelf.block.layout import find_blocks
 from sparsebp_shelf.block.suite import check_block_dropper
 from tests.backward.conftest import VOCABULARY, tiny_model, tokens
 from tests.backward.families import DECODERS, tiny_decoder
 from tests.block import attach, check_equal, gradients, prove_blocks, tiny_encoder
 
-FACTOR = 1.25
-
 
 class Skipping(BlockDropper):
-    """Leaves out the blocks whose names contain one of some texts; multiplies the others by a factor."""
+    """Leaves out the blocks whose names contain one of some texts."""
 
     skips_forward: ClassVar[bool] = True
     texts: tuple[str, ...] = ()
-    factor: float = 1.0
 
     @property
     def budget(self) -> float:
         return 0.5
-
-    def factors(self, blocks: Sequence[ResidualBlock], step: Step) -> Mapping[str, float]:
-        return {block.name: self.factor for block in blocks}
 
     def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> list[str]:
         return [block.name for block in blocks if any(text in block.name for text in self.texts)]
@@ -46,9 +40,9 @@ class Skipping(BlockDropper):
 class WithoutBlocks(nn.Module):
     """The forward of a llama, written out, in which some blocks are no part of the sum."""
 
-    def __init__(self, model: Any, dropped: set[str], factor: float) -> None:
+    def __init__(self, model: Any, dropped: set[str]) -> None:
         super().__init__()
-        self.model, self.dropped, self.factor = model, dropped, factor
+        self.model, self.dropped = model, dropped
 
     def forward(self, ids: Tensor) -> Tensor:
         inner = self.model.model
@@ -57,9 +51,9 @@ class WithoutBlocks(nn.Module):
         for number, layer in enumerate(inner.layers):
             if f"model.layers.{number}.self_attn" not in self.dropped:
                 added, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=rotary, attention_mask=None)
-                x = x + added * self.factor
+                x = x + added
             if f"model.layers.{number}.mlp" not in self.dropped:
-                x = x + layer.mlp(layer.post_attention_layernorm(x)) * self.factor
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
         logits = self.model.lm_head(inner.norm(x))
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -67,9 +61,9 @@ class WithoutBlocks(nn.Module):
 @pytest.mark.parametrize("texts", [(".0.",), ("mlp",), ("1.self_attn",), ("",)])
 def test_a_llama_written_out_without_the_blocks_has_the_same_loss_and_gradient(texts: tuple[str, ...]) -> None:
     model, ids = tiny_model("llama"), tokens(0)
-    policy = Skipping(texts=texts, factor=FACTOR)
+    policy = Skipping(texts=texts)
     dropped = set(policy.drop(find_blocks(model, "the test")[0], Step(0)))
-    expected_loss = WithoutBlocks(model, dropped, FACTOR)(ids)
+    expected_loss = WithoutBlocks(model, dropped)(ids)
     expected_loss.backward()
     expected = gradients(model)
     model.zero_grad()
@@ -93,7 +87,7 @@ def _last(family: str) -> dict[str, str]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", DECODERS)
 def test_in_every_family_a_skipped_block_is_one_whose_output_is_zero(family: str, checkpointing: bool) -> None:
-    ids, policy = tokens(0), Skipping(texts=("0.mlp", "1.self_attn", "1.attn", "1.attention"), factor=FACTOR)
+    ids, policy = tokens(0), Skipping(texts=("0.mlp", "1.self_attn", "1.attn", "1.attention"))
     model, ours = tiny_decoder(family), tiny_decoder(family, checkpointing=checkpointing)
     for dropout in (module for one in (model, ours) for module in one.modules() if isinstance(module, nn.Dropout)):
         dropout.p = 0.0  # what is skipped draws no random numbers
@@ -102,8 +96,8 @@ def test_in_every_family_a_skipped_block_is_one_whose_output_is_zero(family: str
     assert len(dropped) == 2
     for block in blocks:
         layer, key = next((block.name.removesuffix(f".{key}"), key) for key in last if block.name.endswith(f".{key}"))
-        factor = 0.0 if block.name in dropped else FACTOR
-        model.get_submodule(f"{layer}.{last[key]}").register_forward_hook(_Times(factor))
+        if block.name in dropped:
+            model.get_submodule(f"{layer}.{last[key]}").register_forward_hook(_zero)
     expected_loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     expected_loss.backward()
     engine = attach(ours, policy)
@@ -123,21 +117,17 @@ def test_a_skipped_block_adds_nothing_to_an_output_in_place_or_in_a_tuple(family
     model, ids = copy.deepcopy(ours), tokens(0)
     dropped = policy.drop(find_blocks(model, "the test")[0], Step(0))
     assert len(dropped) == 1
-    model.get_submodule(dropped[0]).register_forward_hook(_Times(0.0))
+    model.get_submodule(dropped[0]).register_forward_hook(_zero)
     engine = attach(ours, policy)
     for one, backward in ((model, torch.Tensor.backward), (ours, engine.backward)):
         backward(one(input_ids=ids, labels=ids, use_cache=False).loss)
     check_equal(gradients(ours), gradients(model))
 
 
-class _Times:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return self(module, args, output[0]), *output[1:]
-        return output * self.factor if self.factor else torch.zeros_like(output)
+def _zero(module: nn.Module, args: object, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return torch.zeros_like(output[0]), *output[1:]
+    return torch.zeros_like(output)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -157,11 +147,11 @@ def test_what_is_claimed_of_forward_and_backward_is_executed(family: str, texts:
             assert not any(counted for module, counted in count.items() if f"{module}.".startswith(f"{name}.")), name
 
 
-def test_evaluation_has_every_block_and_no_factor() -> None:
+def test_evaluation_has_every_block() -> None:
     model, ids = tiny_model("llama"), tokens(0)
     model.eval()
     dense = model(input_ids=ids).logits
-    engine = attach(model, Skipping(texts=("mlp",), factor=FACTOR))
+    engine = attach(model, Skipping(texts=("mlp",)))
     assert torch.equal(model(input_ids=ids).logits, dense)
     model.train()
     with torch.no_grad():
@@ -170,43 +160,6 @@ def test_evaluation_has_every_block_and_no_factor() -> None:
         assert torch.equal(model(input_ids=ids).logits, dense)
     assert not torch.equal(model(input_ids=ids).logits, dense)
     assert "of 4 residual blocks are computed" in str(engine.report())
-
-
-def test_theta_is_that_of_the_paper() -> None:
-    found = [PLD().theta_at(Step(index)) for index in (0, 100, 1000, 5000)]
-    assert found == pytest.approx([1.0, 0.952419, 0.683940, 0.503369], abs=5e-7)
-
-
-def test_a_block_is_computed_the_more_often_the_earlier_it_comes() -> None:
-    blocks = [ResidualBlock(f"layers.{n // 2}.{n % 2}", n // 2, "mlp", 1) for n in range(8)]
-    policy, draws, index = PLD(gamma=0.5), 4000, 1000
-    dropped = [name for draw in range(draws) for name in policy.drop(blocks, Step(index, draw=draw))]
-    for number, block in enumerate(blocks, 1):
-        wanted = 1.0 - number / 8 * 0.5
-        assert 1.0 - dropped.count(block.name) / draws == pytest.approx(wanted, abs=5 * (0.25 / draws) ** 0.5)
-        assert policy.factors(blocks, Step(index))[block.name] == pytest.approx(1.0 / wanted)
-    assert policy.budget_at(blocks, Step(index)) == pytest.approx(1 - 4.5 / 8 * 0.5)
-
-
-def test_the_mean_of_a_blocks_output_over_all_choices_is_the_dense_one() -> None:
-    """By enumeration, for a layer whose MLP is left out with a probability: all up to the norm is linear in it."""
-    model, ids = tiny_model("llama", num_hidden_layers=1).double(), tokens(0)
-    seen: list[Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    model(input_ids=ids)
-    policy = PLD(gamma=0.7)
-    share = 1.0 / policy.factors(find_blocks(model, "the test")[0], Step(2))["model.layers.0.mlp"]
-    for texts, factor in ((("mlp",), 1.0), ((), 1.0 / share)):
-
-        class Mlp(Skipping):
-            def factors(self, blocks: Any, step: Step) -> Mapping[str, float]:
-                return {"model.layers.0.mlp": self.factor}
-
-        with attach(model, Mlp(texts=texts, factor=factor)):
-            model(input_ids=ids)
-    dense, without, with_it = seen
-    torch.testing.assert_close((1.0 - share) * without + share * with_it, dense)
-    assert not torch.allclose(without, dense)
 
 
 def test_layers_are_left_out_whole_and_each_by_its_own_draw() -> None:
@@ -219,9 +172,8 @@ def test_layers_are_left_out_whole_and_each_by_its_own_draw() -> None:
     assert set(drawn) == wanted
 
 
-@pytest.mark.parametrize("options", [{"keep": 1.0}, {}])
-def test_with_nothing_left_out_every_bit_is_the_dense_one(options: Any) -> None:
-    policy = sbp.make_policy("layerdrop", **options) if options else sbp.make_policy("pld", theta=1.0)
+def test_with_nothing_left_out_every_bit_is_the_dense_one() -> None:
+    policy = sbp.make_policy("layerdrop", keep=1.0)
     assert policy.exact
     model, ids = tiny_model("llama"), tokens(0)
     model(input_ids=ids, labels=ids).loss.backward()
@@ -244,28 +196,12 @@ def test_what_is_not_built_is_refused_by_name() -> None:
             attach(tiny_model("llama"), ["layerdrop", other])
 
 
-class _Loud(Skipping):
-    skips_forward: ClassVar[bool] = False
+class _Lavish(Skipping):
+    @property
+    def budget(self) -> float:
+        return 0.75
 
 
-class _Less(Skipping):
-    def budget_at(self, blocks: Any, step: Step) -> float:
-        return 0.25
-
-
-class _Infinite(Skipping):
-    def factors(self, blocks: Any, step: Step) -> Mapping[str, float]:
-        return {block.name: float("inf") for block in blocks}
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (_Loud(texts=("mlp",), factor=2.0), "factors are applied only where"),
-        (_Less(texts=("mlp",)), "budget_at must be"),
-        (_Infinite(texts=("mlp",)), "factors must be finite"),
-    ],
-)
-def test_the_suite_finds_a_broken_promise(policy: BlockDropper, text: str) -> None:
-    with pytest.raises(AssertionError, match=text):
-        check_block_dropper(policy)
+def test_the_suite_finds_a_broken_promise() -> None:
+    with pytest.raises(AssertionError, match=r"of 2 blocks, 0\.500 have a backward on average, its budget is 0\.75"):
+        check_block_dropper(_Lavish(texts=("mlp",)))

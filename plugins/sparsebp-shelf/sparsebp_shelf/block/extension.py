@@ -5,7 +5,7 @@ operations such as dropout record nothing either. The addition to the residual s
 unchanged. The modules draw the same random numbers as in the plain forward.
 
 With ``skips_forward`` the modules of a dropped block do not run. They return zeros, so the layer adds nothing to the
-stream. The output of a kept block is multiplied by its factor. Evaluation runs every block unchanged.
+stream. Evaluation runs every block.
 
 The choice depends on the step only, so all micro-batches and processes agree. A layer that activation checkpointing
 computes again gets the choice of its first forward.
@@ -13,7 +13,7 @@ computes again gets the choice of its first forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,9 +38,9 @@ from sparsebp_cli.backward import (
 )
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Step, TrialPass, returned
-from sparsebp_shelf.block.kind import BlockDropper, BlockGradient, ResidualBlock
+from sparsebp_shelf.block.kind import BlockDropper, ResidualBlock
 from sparsebp_shelf.block.layout import BlockPart, find_blocks, refuse_norms_of_the_stream
-from sparsebp_shelf.block.skip import scale, skip
+from sparsebp_shelf.block.skip import skip
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward import EngineView, Given
@@ -74,7 +74,6 @@ class BlockExtension(TrialExtension):
         self._outside = [module for module in model.modules() if module not in inside]
         self._step: Step | None = None  # the step of the choice below
         self._dropped: frozenset[str] = frozenset()
-        self._factors: Mapping[str, float] = {}  # output factors of kept blocks by name; 1 where missing
         self._forward_step: Step | None = None  # step of the last forward
         self._tried: frozenset[str] | None = None  # the decision of a trial pass
         self._num_kept: dict[int, int] = {}  # number of blocks with a backward, by training step
@@ -145,24 +144,6 @@ class BlockExtension(TrialExtension):
             return True
         return False
 
-    def factor(self, part: BlockPart) -> float:
-        """Return the factor for the output of a module that runs now; call :meth:`is_dropped` first."""
-        return self._factors.get(next(iter(part.blocks)), 1.0) if part.is_last else 1.0
-
-    def watch(self, part: BlockPart, output: object) -> None:
-        """Record the gradient of what blocks add to the residual stream, once a forward, if the policy observes it."""
-        if not part.is_last or is_in_backward() or not self._states.watches(self.policy, BlockGradient):
-            return
-        added = output[0] if isinstance(output, tuple) else output
-        if isinstance(added, Tensor) and added.requires_grad:
-            added.register_hook(partial(self._see, part.blocks))
-
-    def _see(self, blocks: Iterable[str], gradient: Tensor) -> None:
-        for name in blocks:
-            if self._states.watches(self.policy, BlockGradient):
-                seen = BlockGradient(name, self._states.unscale(gradient.detach()))
-                self._states.see(self.policy, seen, self.engine.now())
-
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining fractions of a dense pass, for the choice of the last forward."""
@@ -181,8 +162,6 @@ class BlockExtension(TrialExtension):
         if step == self._step:
             return
         self._step, self._dropped = step, self._keep_trainable(self._ask(step))
-        shown = self._states.show(self.policy, step)
-        self._factors = {} if self._tried is not None else self.policy.at(step).factors(self.blocks, shown)
         if not step.draw:
             # Stored by step: each micro-batch and each recomputed layer repeats the same choice.
             self._num_kept[step.index] = len(self.blocks) - len(self._dropped)
@@ -239,11 +218,7 @@ class PartOverride(ForwardOverride):
         if self.is_removed or not (module.training and torch.is_grad_enabled() and self._extension.engine.enabled):
             return self.run_covered(module, *args, **kwargs)
         if not self._is_dropped():
-            factor = self._extension.factor(self._part)
-            output = self.run_covered(module, *args, **kwargs)
-            output = output if factor == 1.0 else scale(self._part, output, factor)
-            self._extension.watch(self._part, output)
-            return output
+            return self.run_covered(module, *args, **kwargs)
         if self._extension.policy.skips_forward:
             return skip(self._part, args, kwargs)
         with torch.no_grad(), _without_cast_cache((*args, *kwargs.values())):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
-from sparsebp_cli.policy import Kind, Observed, Policy, Step, rule
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from sparsebp_cli.policy import Kind, Policy, Step, rule
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,7 @@ class BlockDropper(Policy):
     policy that drops any block is neither exact nor unbiased.
 
     With ``skips_forward`` training does not compute a dropped block at all: the layer adds nothing to the residual
-    stream. :meth:`factors` may scale the outputs of the other blocks. Evaluation computes all blocks without factors,
-    so the trained model differs from the evaluated one. A factor of 1 over the fraction of steps at which a block runs
-    makes the mean of its *output* the dense one. The gradient stays biased, because the rest of the model is not linear
-    in that output.
+    stream. Evaluation computes all blocks, so the trained model differs from the evaluated one.
 
     Args:
         skips_forward: Whether dropped blocks are left out of the forward as well.
@@ -60,34 +54,7 @@ class BlockDropper(Policy):
     @property
     @abstractmethod
     def budget(self) -> float:
-        """Mean fraction of the blocks whose backward runs, in (0, 1]; 1.0 drops nothing.
-
-        If it depends on the step or the number of blocks, this is its minimum; see :meth:`budget_at`.
-        """
-
-    def budget_at(self, blocks: Sequence[ResidualBlock], step: Step) -> float:  # noqa: ARG002 - for overrides
-        """Return the mean fraction of the blocks whose backward runs at a step, over draws.
-
-        Args:
-            blocks: All blocks of the model, in its order, at least one.
-            step: The step.
-
-        Returns:
-            At least ``budget``; equal to it unless the policy overrides this method.
-        """
-        return self.budget
-
-    def factors(self, blocks: Sequence[ResidualBlock], step: Step) -> Mapping[str, float]:  # noqa: ARG002 - for overrides
-        """Return the factors by which training multiplies the outputs of computed blocks.
-
-        Args:
-            blocks: All blocks of the model, in its order.
-            step: The step whose forward is scaled.
-
-        Returns:
-            Finite numbers by block name; a missing name means 1. Only with ``skips_forward``.
-        """
-        return {}
+        """Mean fraction of the blocks whose backward runs, in (0, 1]; 1.0 drops nothing."""
 
     @property
     @final
@@ -114,27 +81,12 @@ class BlockDropper(Policy):
         """
 
 
-@dataclass(frozen=True)
-class BlockGradient(Observed):
-    """The gradient of what a residual block adds to the residual stream.
-
-    A dropped block has none. If one module computes several blocks, each block gets the gradient of their sum.
-
-    Args:
-        name: Name of the block.
-        gradient: The gradient, in the shape of the block's output.
-    """
-
-    gradient: Tensor
-
-
 _SKIPS: rule.Conditions = {"skips": (True,)}  # the policy leaves blocks out of the forward, too
 _AGAIN = "other blocks are dropped at each step, and each choice would be compiled again"
 BLOCK_DROPPER = Kind(
     BlockDropper,
     asked="Decides at the start of each step. Exact if nothing is dropped, else biased: no weight makes up "
-    "for what is missing in the gradient, even where the mean of each output is the dense one. Parameters of a "
-    "dropped block have no gradient at that step. "
+    "for what is missing in the gradient. Parameters of a dropped block have no gradient at that step. "
     "[Drop residual blocks](../guide/blocks.md)\n",
     extensions=((400, "sparsebp_shelf.block.extension:BlockExtension"),),
     places="sparsebp_shelf.block.layout:find_places",

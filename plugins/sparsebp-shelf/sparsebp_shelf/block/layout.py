@@ -57,7 +57,6 @@ class BlockPart:
         blocks: Names of the blocks.
         kind: ``attention`` or ``mlp``; for several blocks, the kind of the first one.
         role: The attention or MLP itself, the norm before it, or a module after it.
-        is_last: Whether its output is what the layer adds to the residual stream.
         num_outputs: Number of values that it returns; 0: it returns a tensor.
         is_written: Whether the layer changes its output in place.
     """
@@ -67,7 +66,6 @@ class BlockPart:
     blocks: frozenset[str]
     kind: Literal["attention", "mlp"]
     role: Role
-    is_last: bool
     num_outputs: int = 0
     is_written: bool = False
 
@@ -133,7 +131,6 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
             frozenset(names),
             block.kind,
             block.role(path),
-            block.is_last(path),
             block.num_outputs if path == block.parts[0] else 0,
             block.is_written and block.is_last(path),
         )

@@ -1,4 +1,4 @@
-"""Return zeros for modules of dropped residual blocks, and scale the outputs of the others.
+"""Return what modules of residual blocks return that are left out of the forward.
 
 Shape letters: B examples, T positions, D width.
 """
@@ -31,15 +31,3 @@ def skip(part: BlockPart, args: Sequence[object], kwargs: Mapping[str, object]) 
     # Expanded from one zero where the layer does not write. See decision 13.
     zeros_BTD = hidden_BTD.new_zeros(hidden_BTD.shape if part.is_written else ()).expand(hidden_BTD.shape)
     return (zeros_BTD, *[None] * (part.num_outputs - 1)) if part.num_outputs else zeros_BTD
-
-
-def scale(part: BlockPart, output: Any, factor: float) -> Any:
-    """Return a module's output times a factor; in a tuple, only the first entry is scaled."""
-    if isinstance(output, Tensor):
-        return output * factor
-    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-        return (output[0] * factor, *output[1:])
-    raise UnsupportedError(
-        f"the output of block {part.name!r} cannot be scaled: it must be a tensor, or a tuple that begins with one, "
-        f"got {type(output).__name__}"
-    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from math import isfinite, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import torch
 
 from sparsebp_cli.policy import Observed, ParameterGradient, Stateful, Step, TrialPass
 from sparsebp_cli.testing import check_repeatable, check_state, enough, name_of, require
-from sparsebp_shelf.block.kind import BlockDropper, BlockGradient, ResidualBlock
+from sparsebp_shelf.block.kind import BlockDropper, ResidualBlock
 
 if TYPE_CHECKING:
     from sparsebp_cli.policy import State
@@ -47,8 +47,7 @@ def check_block_dropper(policy: BlockDropper) -> None:
 
 def _show(blocks: Sequence[ResidualBlock], seed: int) -> list[Observed]:
     generator = torch.Generator().manual_seed(seed)
-    kinds = (ParameterGradient, BlockGradient)
-    return [kind(block.name, torch.rand(6, generator=generator)) for block in blocks for kind in kinds]
+    return [ParameterGradient(block.name, torch.rand(6, generator=generator)) for block in blocks]
 
 
 def _cases(policy: BlockDropper) -> Iterator[tuple[Sequence[ResidualBlock], State]]:
@@ -111,11 +110,6 @@ def _check_budget(policy: BlockDropper) -> None:
         dropped = [sum(sizes[name] for name in _drop(policy, blocks, index, state)) for index in range(NUM_STEPS)]
         shares = [1.0 - size / sum(sizes.values()) for size in dropped]
         wanted = policy.budget
-        if not is_work:
-            at = [policy.budget_at(blocks, _at(index, state)) for index in range(NUM_STEPS)]
-            text = f"{name_of(policy)}: budget_at must be in (0, 1] and at least its budget {policy.budget:g}"
-            require(all(policy.budget <= share <= 1.0 for share in at), text)
-            wanted = sum(at) / len(at)
         mean = sum(shares) / len(shares)
         variance = sum((share - mean) ** 2 for share in shares) / (len(shares) - 1)
         allowed = _NUM_SIGMAS * sqrt(variance / len(shares)) + 1e-9
@@ -134,23 +128,9 @@ def _check_exact(policy: BlockDropper) -> None:
     require(policy.exact != dropped, f"{name_of(policy)}: says it is {'' if policy.exact else 'not '}exact")
 
 
-def _check_factors(policy: BlockDropper) -> None:
-    for blocks, state in _cases(policy):
-        names = {block.name for block in blocks}
-        for index in (0, 1, NUM_STEPS - 1):
-            found = policy.factors(blocks, _at(index, state))
-            good = found.keys() <= names and all(isfinite(factor) for factor in found.values())
-            require(good, f"{name_of(policy)}: factors must be finite numbers by names that it received, got {found!r}")
-            text = f"{name_of(policy)}: factors are applied only where dropped blocks are left out of the forward"
-            require(policy.skips_forward or not found, text)
-            text = f"{name_of(policy)}: says it is exact, but changes outputs"
-            require(not policy.exact or all(factor == 1.0 for factor in found.values()), text)
-
-
 _CHECKS: tuple[Callable[[BlockDropper], None], ...] = (
     _check_choice,
     _check_repeatable,
     _check_budget,
     _check_exact,
-    _check_factors,
 )
