@@ -21,14 +21,15 @@ from sparsebp_cli.backward import count_flops
 
 PACKED = {"name": "lossless", "verify": "never"}
 TOKENS = {"name": "tokens", "score": "entropy", "draw": "proportional", "keep": 0.2}
+UNIFORM = {"name": "uniform", "keep": 0.25, "start": 0, "end": 1, "interrupt": 0}
 FORMS: dict[str, list[Any]] = {
     "plain": [],
     "tokens, a fifth": [TOKENS],
-    "rollouts, a quarter": [{"name": "rollouts", "keep": 0.25}],
+    "uniform, a quarter": [UNIFORM],
     "lossless": [PACKED],
     "lossless, tokens, a fifth": [PACKED, TOKENS],
-    "lossless, rollouts, a quarter": [PACKED, {"name": "rollouts", "keep": 0.25}],
-    "lossless, rollouts, a quarter, tokens, a fifth": [PACKED, {"name": "rollouts", "keep": 0.25}, TOKENS],
+    "lossless, uniform, a quarter": [PACKED, UNIFORM],
+    "lossless, uniform, a quarter, tokens, a fifth": [PACKED, UNIFORM, TOKENS],
 }
 
 
@@ -44,11 +45,11 @@ def count(policies: list[Any]) -> int:
     ids = torch.cat((prompts, torch.randint(3, 8192, (16, 32))), 1)
     labels = ids.masked_fill(torch.arange(80) < 48, -100)
     advantages = torch.tensor([1.0, -1, 0.5, -0.5, *[0.0] * 4, -1, 1, 1, -1, *[0.0] * 4])
-    names = [policy["name"] for policy in policies]
     total = 0
     with sbp.attach(model, policies) as engine:
         for _ in range(2):
-            engine.columns(**{"example_size" if "rollouts" in names else "example_weight": advantages})
+            if UNIFORM not in policies:  # lossless then gets a part of the batch
+                engine.columns(example_weight=advantages)
             with count_flops() as flops:
                 output = model(input_ids=ids, labels=labels, fused_lm_head=True)
                 ratio = (output.log_probs - output.log_probs.detach()).exp()

@@ -125,16 +125,12 @@ class Examples:
             same positions, float32, at least 0. None unless the policy reads it.
         reference_loss_B: The same as ``loss_B`` with the reference model. None unless the policy is a
             :class:`~sparsebp_cli.policy.ReferenceReader` and needs losses.
-        weight_B: The magnitude of the factor with which a trainer's own loss multiplies each example, such as an
-            advantage, at least 0. None unless the policy reads it. None if the trainer passed no factors, or if its
-            loss has further terms.
     """
 
     number: int
     loss_B: Tensor | None = None
     gradient_norm_B: Tensor | None = None
     reference_loss_B: Tensor | None = None
-    weight_B: Tensor | None = None
 
     @property
     def name(self) -> str:

@@ -24,7 +24,6 @@ MOVED = frozenset(
         "mezo",
         "mvue",
         "rho",
-        "rollouts",
         "selective-backprop",
         "sketch",
         "subnet",
@@ -50,6 +49,7 @@ REMOVED = {
     "partial-forward": "its effect was not shown",
     "pld": "use layerdrop",
     "random-ltd": "its effect was not shown",
+    "rollouts": "use uniform",
     "sparse-lora": "its effect was not shown",
 }
 OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa", "muon"})

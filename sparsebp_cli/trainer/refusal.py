@@ -16,7 +16,7 @@ from sparsebp_cli.backward.phase import Attach
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, TokenSelector
-from sparsebp_cli.policy.known_kind import find_facts
+from sparsebp_cli.policy.known_kind import find_facts, list_kinds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,19 +95,18 @@ def reads_loss_alone(trainer: Trainer) -> bool:
 
 
 def pass_advantages(engine: Engine, trainer: object, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> None:
-    """Pass the advantages of a batch to the engine. A policy that draws examples gets their magnitudes. Otherwise a
-    lossless policy skips examples with advantage zero."""
+    """Pass the advantages of a batch to the engine, so that a lossless policy skips examples with advantage zero."""
     advantages = find_advantages(trainer, policies, inputs)
     if advantages is not None:
-        draws = any("reads_weight" in find_facts(policy) for policy in policies)
-        engine.columns(**{"example_size" if draws else "example_weight": advantages})
+        engine.columns(example_weight=advantages)
 
 
 def find_advantages(trainer: object, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> Tensor | None:
     """Return the advantages of a batch in a trl trainer whose loss has no terms without them: no divergence from a
-    reference and no entropy. Return None for other trainers, or if no policy needs them."""
-    facts = [find_facts(policy) for policy in policies]
-    if not any(found.get("runs_reference") or found.get("reads_weight") for found in facts):
+    reference and no entropy. Return None for other trainers, if no policy needs them, or if one chooses examples: then
+    a lossless policy gets a part of the batch, which the advantages of all do not match."""
+    runs = any(find_facts(policy).get("runs_reference") for policy in policies)
+    if not runs or any(kind.weighs_examples for kind in list_kinds(policies)):
         return None
     advantages = inputs.get("advantages") if isinstance(inputs, Mapping) else None
     adds = getattr(trainer, "beta", None) != 0.0 or getattr(trainer, "_entropy_bonus_enabled", True)

@@ -42,7 +42,6 @@ WAYS: dict[str, Sections] = {
     "selective-backprop": _policy("selective-backprop", keep=0.5, start=0.2, end=0.9, history=64),
     "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),
     "importance": _policy("importance", keep=0.5, threshold=1.0, every=3),
-    "rollouts": _policy("rollouts", keep=0.5),
     "rho": _policy("rho", keep=0.5, reference="tiny"),  # the test has a model of the recipe's kind for it
     "infobatch": _policy("infobatch") | {"dataset": {"max_train_examples": 30}},  # epochs of up to 8 steps
     "crs": _policy("crs", keep=0.5, products="both"),

@@ -104,7 +104,7 @@ def _tolerance(composition: str, way: Way) -> float:
 
 def _sums_anew(way: Way) -> bool:
     """Whether the losses of a batch are added up in another order than transformers'."""
-    return way.question in LEAVES_ROWS_OUT or way.label in ("importance", "rollouts")
+    return way.question in LEAVES_ROWS_OUT or way.label == "importance"
 
 
 def _judge(composition: str, ways: tuple[Way, ...]) -> float:

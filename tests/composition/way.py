@@ -8,7 +8,7 @@ from typing import Any
 from sparsebp_cli.policy.discovery import find_policy
 
 Options = dict[str, Any]
-_WEIGHING = {"importance", "rollouts"}
+_WEIGHING = {"importance"}
 _CHOICE = {"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}
 
 
@@ -45,7 +45,6 @@ WAYS = (
     _tokens("stop"),
     Way("selective-backprop", {"name": "selective-backprop", **_CHOICE}),
     Way("importance", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
-    Way("rollouts", {"name": "rollouts", "keep": 0.5}),
     Way("rho", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
     Way("uniform", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
@@ -104,7 +103,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             return "Frozen with another set of parameters each step works in one process, got several (DDP or FSDP)"
         if wrapped == "before":
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
-    if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING - {"rollouts"}):
+    if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING):
         return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
     if composition == "DDP" and way.label == "velora":
         return "VeLoRA keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"

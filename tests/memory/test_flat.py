@@ -29,7 +29,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "random": ({"keep": 0.5}, {}),
     "random-child": ({}, {"sites": "nodes"}),
     "rho": ({"keep": 0.5}, {"reference": "batch"}),
-    "rollouts": ({"keep": 0.5}, {}),
     "selective-backprop": ({"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}, {}),
     "sketch": ({"keep": 0.5}, {}),
     "subnet": ({"keep": 0.3}, {}),

@@ -27,12 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # trl warns of its own defaul
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "DPO": lambda output, _: preference_loss(output),
     "GRPO": policy_loss,
-    "GRPO, no divergence": lambda output, advantages: policy_loss(output, advantages, beta=0.0),
 }
 TOKENS = {"name": "tokens", "score": "random", "keep": 0.25}
 ENTROPY = {"name": "tokens", "score": "entropy", "keep": 0.25}
 MASK = {"name": "tokens", "score": "mask"}
-ROLLOUTS = {"name": "rollouts", "keep": 0.5}
 # With it torch's counter knows the products of the gradients of trl's head.
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, one, other, *__, **___: 2 * one[0] * one[1] * other[1]}
 UNIFORM = {"name": "uniform", "start": 0, "end": 1, "interrupt": 0}
@@ -51,7 +49,7 @@ def flat(grads: list[Tensor]) -> Tensor:
 
 
 def mean_over_draws(
-    made: Fused, policies: list[Any], loss: str, num_kept: int, monkeypatch: pytest.MonkeyPatch, **columns: Tensor
+    made: Fused, policies: list[Any], loss: str, num_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the plain gradient, the mean over all draws, and each of them; the engine draws what it is told."""
     plain = made.run(made.model)
@@ -67,7 +65,6 @@ def mean_over_draws(
     monkeypatch.setattr(sampling, "draw", draw)
     mean, found = torch.zeros_like(wanted), list[Tensor]()
     with sbp.attach(made.model, policies) as engine:
-        engine.columns(**columns)
         engine.backward(LOSSES[loss](made.run(made.model), made.weights))
         made.grads(made.model)
         outcomes = list(draws(asked[-1], num_kept))
@@ -100,27 +97,16 @@ def test_the_mean_over_all_draws_of_tokens_is_the_gradient_of_all(
 
 
 @pytest.mark.parametrize("packer", [(), ("lossless",)], ids=["alone", "lossless"])
-@pytest.mark.parametrize("loss", ["GRPO", "GRPO, no divergence"])
-def test_the_mean_over_all_draws_of_answers_is_the_gradient_of_all(
-    loss: str, packer: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_the_mean_over_all_draws_of_uniform_answers_is_the_gradient_of_all(
+    packer: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = small(answer=3)
-    says = {} if loss == "GRPO" else {"example_size": made.weights}
-    wanted, mean, found = mean_over_draws(made, [*packer, ROLLOUTS], loss, 2, monkeypatch, **says)
-    # 1.2, 0.7, 0 and 0.5 of 2.4: the first is certain, and the answer without advantage is drawn once in 10^12 times.
-    assert len(found) == (6 if loss == "GRPO" else 2)
-    assert float((mean - wanted).norm() / wanted.norm()) < 2e-6
-    assert min(float((one - wanted).norm() / wanted.norm()) for one in found) > 0.05
-
-
-def test_the_mean_over_all_draws_of_uniform_answers_is_the_gradient_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     made, mean = small(answer=3), torch.zeros(())
     LOSSES["DPO"](made.run(made.model), made.weights).backward()  # type: ignore[no-untyped-call]
     wanted = flat(made.grads(made.model))
     pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
     told = iter(pairs)
     monkeypatch.setattr(Uniform, "choose", lambda *_: torch.tensor(next(told)))
-    with sbp.attach(made.model, [UNIFORM]) as engine:
+    with sbp.attach(made.model, [*packer, UNIFORM]) as engine:
         for _ in pairs:
             engine.backward(LOSSES["DPO"](made.run(made.model), made.weights))
             mean = mean + flat(made.grads(made.model)) / len(pairs)
@@ -158,7 +144,7 @@ def test_entropy_keeps_what_the_quantile_of_trl_keeps() -> None:
 
 def test_what_is_not_drawn_has_no_backward() -> None:
     counts: dict[str, tuple[int, int]] = {}
-    for name, policies in {"plain": [], "tokens": [TOKENS], "rollouts": [ROLLOUTS]}.items():
+    for name, policies in {"plain": [], "tokens": [TOKENS], "uniform": [UNIFORM]}.items():
         made = Fused()
         with sbp.attach(made.model, policies) as engine:
             with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as forward:
@@ -170,8 +156,8 @@ def test_what_is_not_drawn_has_no_backward() -> None:
     # The head: once for the 128 labels; again, with trl's three products of the backward, for 32.
     assert counts["tokens"][0] == counts["plain"][0] - (rows - 128) * head
     assert counts["tokens"][1] == counts["plain"][1] - 3 * rows * head + 4 * 32 * head
-    assert counts["rollouts"][0] == counts["plain"][0]
-    assert counts["rollouts"][1] == counts["plain"][1] // 2
+    assert counts["uniform"][0] == counts["plain"][0]
+    assert counts["uniform"][1] == counts["plain"][1] // 2
 
 
 @pytest.mark.slow
@@ -197,14 +183,14 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any], dict[str, Any]]] = {
     "DPO, lossless, tokens, lora": (dpo, ["lossless", TOKENS], {"peft_config": lora}),
     "DPO, uniform": (dpo, [UNIFORM], {}),
     "GRPO, tokens, reference": (grpo, [{**TOKENS, "score": "entropy", "draw": "proportional"}], {"beta": 0.1}),
-    "GRPO, rollouts": (grpo, [ROLLOUTS], {}),
-    "GRPO, lossless, tokens, rollouts": (grpo, ["lossless", TOKENS, ROLLOUTS], {}),
-    "GRPO, rollouts, bf16": (grpo, [ROLLOUTS, TOKENS], {"bf16": True}),
+    "GRPO, uniform": (grpo, [UNIFORM], {}),
+    "GRPO, lossless, tokens, uniform": (grpo, ["lossless", TOKENS, UNIFORM], {}),
+    "GRPO, uniform, bf16": (grpo, [UNIFORM, TOKENS], {"bf16": True}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.always("DPO, tokens", "GRPO, lossless, tokens, rollouts")
+@pytest.mark.always("DPO, tokens", "GRPO, lossless, tokens, uniform")
 @pytest.mark.parametrize("name", CASES)
 def test_a_trainer_that_draws_logs_the_values_of_all(name: str, tmp_path: Path) -> None:
     make_trainer, policies, options = CASES[name]
@@ -232,7 +218,7 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policies", [["lossless"], [TOKENS, ROLLOUTS]], ids=["lossless", "drawn"])
+@pytest.mark.parametrize("policies", [["lossless"], [TOKENS, UNIFORM]], ids=["lossless", "drawn"])
 def test_a_stopped_policy_update_goes_on_to_the_same_bits(policies: list[Any], tmp_path: Path) -> None:
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
 
@@ -274,13 +260,13 @@ def test_what_the_head_cannot_give_is_refused_by_name(policy: dict[str, Any]) ->
 
 def test_a_forward_past_the_head_is_refused() -> None:
     made = Fused()
-    for policy in (TOKENS, ROLLOUTS):
+    for policy in (TOKENS, UNIFORM):
         with (
             sbp.attach(made.model, [policy]),
             pytest.raises(UnsupportedError, match=r"in training without (it|this head)"),
         ):
             made.model(input_ids=made.ids)
-    with torch.no_grad(), sbp.attach(made.model, [TOKENS, ROLLOUTS]):
+    with torch.no_grad(), sbp.attach(made.model, [TOKENS, UNIFORM]):
         assert made.model(input_ids=made.ids).logits.shape == (16, 32, 64)
 
 

@@ -58,7 +58,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "random": [{"keep": 0.25}],
     "random-child": [{}],
     "rho": [{"keep": 0.25}, {"keep": 0.25, "reference_scores": "fly"}],
-    "rollouts": [{"keep": 0.5}],
     "selective-backprop": [{"keep": 0.5, **WHOLE}, {}],
     "sketch": [{"keep": 0.2}],
     "subnet": [{"by": "random"}, {"by": "gradient", "batches": 2}],

@@ -67,16 +67,11 @@ class ExampleSelector(Policy):
         return False
 
     @property
-    def reads_weight(self) -> bool:
-        """Whether ``choose`` reads each example's factor in the trainer's own loss, if the batch has it."""
-        return False
-
-    @property
     def fits_head(self) -> bool:
         """Whether ``choose`` works under a fused head, whose trainer has its own loss over the values of all examples.
 
-        It then needs no losses. Examples that are not chosen have no gradient; the loss covers all examples. Without
-        weights each gradient is multiplied by the number of examples over the number of chosen ones.
+        It then needs no losses and returns no weights. Examples that are not chosen have no gradient; the loss covers
+        all examples. Each gradient is multiplied by the number of examples over the number of chosen ones.
         """
         return False
 
@@ -120,7 +115,6 @@ def require_examples(policy: ExampleSelector, choice: object, number: int) -> No
 def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:
     return {
         "weighs": policy.weighs,
-        "reads_weight": policy.reads_weight,
         "fits_head": policy.fits_head,
         "needs_num_steps": "start and end are shares of the training" if policy.needs_num_steps else "",
     }

@@ -163,13 +163,12 @@ def _step(policy: ExampleSelector, index: int, num_steps: int) -> Step:
 
 def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
     """Return a batch with the scores that the policy reads, some of them equal."""
-    weight_B = torch.arange(1.0, number + 1) if policy.reads_weight else None
     if not policy.needs_loss(step):
-        return Examples(number, weight_B=weight_B)
+        return Examples(number)
     score_B = torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()
     compares = isinstance(policy, ReferenceReader) and policy.reads_reference
     norm_B = score_B + 0.5 if policy.reads_gradient_norm else None
-    return Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, weight_B)
+    return Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None)
 
 
 def _index(choice: Tensor | WeightedExamples) -> Tensor:
