@@ -78,7 +78,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llama, bfloat16": {"model": {"dtype": "bfloat16"}},
     "llama, autocast": {"training": {"mixed_precision": "bf16"}},
     "llama, SGD": {"training": {"optim": "sgd"}},
-    "llama, muon": {"training": {"optim": "muon"}},
     "llama, accumulation": {"training": {"gradient_accumulation_steps": 4}},
     "llama, full checkpointing": {"backward": {"checkpointing": "full"}},
     "llama, 2 segments": {"backward": {"segments": 2}},

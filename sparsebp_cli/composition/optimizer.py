@@ -15,11 +15,11 @@ from pathlib import Path
 
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UsageError, did_you_mean
-from sparsebp_cli.policy.shelf import OPTIMIZERS, tell_moved
+from sparsebp_cli.policy.shelf import OPTIMIZERS, REMOVED_OPTIMIZERS, tell_moved
 
 GROUP = "sparsebp.optimizers"
-# In torch.optim; it accepts only sparse gradients, which no training here produces.
-NO_ORDINARY_GRADIENTS = ("SparseAdam",)
+# In torch.optim: SparseAdam accepts only sparse gradients, which no training here produces, and Muon only matrices.
+UNFIT = ("SparseAdam", "Muon")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class OptimizerEntry:
 def list_optimizers() -> list[str]:
     """Return every allowed name of ``training.optim`` on this machine, sorted."""
     installed = entry_points(group=GROUP).names
-    return sorted({*installed, *_torch_classes()} - (OPTIMIZERS - installed))
+    return sorted({*installed, *_torch_classes()})
 
 
 def find_optimizer(name: str) -> OptimizerEntry:
@@ -65,7 +65,9 @@ def find_optimizer(name: str) -> OptimizerEntry:
         if not isinstance(loaded, OptimizerEntry):
             raise UsageError(f"{name!r} is broken: {value} is no OptimizerEntry")
         return loaded
-    if home := tell_moved(name, OPTIMIZERS):  # check before torch.optim, which has another muon
+    if name in REMOVED_OPTIMIZERS:
+        raise UsageError(f"{name!r} was removed after 0.5: {REMOVED_OPTIMIZERS[name]}")
+    if home := tell_moved(name, OPTIMIZERS):
         raise UsageError(f"{name!r} is not installed: {home}")
     if name in _torch_classes():
         return find_in_torch(name)
@@ -91,7 +93,7 @@ def _torch_classes() -> dict[str, tuple[Path, str]]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.optim."):
             file = folder / f"{(node.module or '').removeprefix('torch.optim.')}.py"
             for alias in node.names:
-                if alias.name in ("Optimizer", *NO_ORDINARY_GRADIENTS):
+                if alias.name in ("Optimizer", *UNFIT):
                     continue
                 if file.is_file() and _steps_without_closure(file, alias.name):
                     found[alias.name.lower()] = (file, alias.name)

@@ -52,7 +52,8 @@ REMOVED = {
     "rollouts": "use uniform",
     "sparse-lora": "its effect was not shown",
 }
-OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa", "muon"})
+OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa"})
+REMOVED_OPTIMIZERS = {"muon": "use adamw; torch.optim.Muon takes matrices only, in your own loop"}
 # Public classes of `sparsebp_cli.policy` in 0.5, and the modules of sparsebp-shelf that have them.
 CLASSES = {
     **dict.fromkeys(("BlockDropper", "DropDraw", "ResidualBlock"), "sparsebp_shelf.block"),

@@ -527,8 +527,7 @@ class TrainingSection(Section):
     optim: str = Field(
         "adamw",
         description="The optimizer: a name of the entry-point group sparsebp.optimizers, such as apollo, or a class "
-        "of torch.optim in lower case, such as adamw. muon updates hidden matrices by Muon and other parameters by "
-        "AdamW.",
+        "of torch.optim in lower case, such as adamw.",
     )
     weight_decay: Annotated[float, Field(ge=0.0)] | None = Field(
         None, description="Weight decay; null: the optimizer's default."

@@ -101,7 +101,7 @@ CHOICES = (
             is_heavy=name not in _LIGHT,
         )
         for name in list_optimizers()
-        if name not in ("adamw", "asgd", "adadelta", "rprop", "muon", "lora-fa", "compact")
+        if name not in ("adamw", "asgd", "adadelta", "rprop", "lora-fa", "compact")
     ),
     Choice("mixed_precision: bf16", "mixed_precision", {"training": {"mixed_precision": "bf16"}}, is_heavy=True),
     Choice(

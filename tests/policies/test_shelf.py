@@ -19,7 +19,7 @@ from sparsebp_cli.plan.identity import find_code
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import find_policies, make_policy
 from sparsebp_cli.policy.known_kind import find_kinds
-from sparsebp_cli.policy.shelf import MOVED, OPTIMIZERS, REMOVED, SHELF
+from sparsebp_cli.policy.shelf import MOVED, OPTIMIZERS, REMOVED, REMOVED_OPTIMIZERS, SHELF
 from sparsebp_cli.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_the_optimizers_that_left_are_on_the_shelf() -> None:
 def test_an_optimizer_without_the_shelf_says_in_one_line_how_to_get_it(
     without: None, name: str, tmp_path: Path
 ) -> None:
-    assert not OPTIMIZERS & set(list_optimizers())  # muon neither, which torch.optim has in another form
+    assert not OPTIMIZERS & set(list_optimizers())
     recipe = tmp_path / "recipe.yaml"
     sources = "model: {name: austen-llama}\ndataset: {name: austen}"
     recipe.write_text(f"version: 1\nname: left\n{sources}\ntraining: {{optim: {name}}}\n")
@@ -123,6 +123,19 @@ def test_an_optimizer_without_the_shelf_says_in_one_line_how_to_get_it(
         f"training.optim: {name!r} is not installed: it is in the package sparsebp-shelf: "
         "python -m pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
     )
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("name", REMOVED_OPTIMIZERS)
+def test_a_recipe_with_a_removed_optimizer_says_so_in_one_line(name: str, tmp_path: Path) -> None:
+    assert name not in list_optimizers()
+    recipe = tmp_path / "recipe.yaml"
+    sources = "model: {name: austen-llama}\ndataset: {name: austen}"
+    recipe.write_text(f"version: 1\nname: old\n{sources}\ntraining: {{optim: {name}}}\n")
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(recipe)
+    text = str(raised.value)
+    assert text.endswith(f"training.optim: {name!r} was removed after 0.5: {REMOVED_OPTIMIZERS[name]}")
     assert "\n" not in text
 
 

@@ -19,8 +19,3 @@ ADALOMO = OptimizerEntry(
 _ADAMW = ("betas", "eps", "weight_decay")
 LORA_FA = OptimizerEntry("sparsebp_shelf.optimizers.lora_fa:LoRAFA", _ADAMW, takes_model=True, of_adapters=True)
 COMPACT = OptimizerEntry("sparsebp_shelf.optimizers.compact:CompActAdamW", _ADAMW, of_projections=True)
-MUON = OptimizerEntry(
-    "sparsebp_shelf.optimizers.muon:MuonAdamW",
-    (*_ADAMW, "momentum", "nesterov", "ns_steps"),
-    takes_model=True,
-)
