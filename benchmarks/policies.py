@@ -59,7 +59,6 @@ WAYS: Ways = {
 }
 LEFT_OUT = {
     "infobatch": "it chooses the examples of an epoch; its steps are dense ones",
-    "mezo": "it has no backward",
     "rho": "a step is that of uniform, and half of that of a reference, whose losses may be cached",
 }
 

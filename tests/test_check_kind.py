@@ -78,8 +78,8 @@ def test_a_kind_of_a_package_is_refused_by_the_table_with_its_own_words(depth: A
         sbp.attach(model, policy, sites="nodes", optimizer=torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(UnsupportedError, match=r"RandomDepth needs attach\(optimizer=...\): one choice holds"):
         sbp.attach(model, policy)
-    with pytest.raises(UnsupportedError, match="RandomDepth and MeZO in one"):
-        sbp.attach(model, [policy, "mezo"], optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(UnsupportedError, match="RandomDepth and Lossless in one"):
+        sbp.attach(model, [policy, "lossless"], optimizer=torch.optim.SGD(model.parameters(), 0.1))
 
 
 def test_a_kind_is_listed_with_its_policies(depth: Any) -> None:
@@ -249,7 +249,6 @@ def test_extensions_change_a_model_in_the_order_that_they_always_had() -> None:
         "make_chooser",
         "make_example_extension",
         "LayerExtension",
-        "EstimatorExtension",
         "PartExtension",
         "make_rates",
     ]

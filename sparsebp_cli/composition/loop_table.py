@@ -25,18 +25,12 @@ OWN_LOOP = (
 )
 
 
-def make_compiled_rules(shortens: Conditions, without_backward: Conditions) -> tuple[Rule, ...]:
+def make_compiled_rules(shortens: Conditions) -> tuple[Rule, ...]:
     """Return the rules for models that a recipe compiles. Models compiled by the user are refused above or later."""
     return (
         Rule(
             "{policy} is not supported with {compile}: the forward's computation differs from step to step",
             policy=shortens,
-            options={"compile": (True,)},
-        ),
-        Rule(
-            "{policy} is not supported with {compile}: gradients are estimated without a backward, by forwards "
-            "that are not compiled",
-            policy=without_backward,
             options={"compile": (True,)},
         ),
         Rule(

@@ -14,24 +14,22 @@ from sparsebp_cli.composition.option_table import OPTIONS
 from sparsebp_cli.composition.phase_table import make_phase_rules
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.known_kind import KnownKinds, find_kinds
-from sparsebp_cli.policy.rule import GIVEN, SAME, Conditions, Rule, one_process, whole_weights
+from sparsebp_cli.policy.rule import SAME, Conditions, Rule, one_process, whole_weights
 
 
 def make_rules(known: KnownKinds) -> tuple[Rule, ...]:
     """Return the table for the given kinds. Users see the message of the first rule that applies."""
     names = [kind.name for kind in known.kinds]
     shortens = _of(known, lambda kind: kind.shortens)
-    without_backward = _of(known, lambda kind: not kind.has_backward)
     chooses = _of(known, lambda kind: kind.chooses_targets)
     rules = (
         *_make_common_rules(known),
         *(rule for kind in (*known.aspects, *known.kinds) for rule in kind.rules),
-        *_make_backward_rules(without_backward),
         whole_weights(facts=shortens),
         *make_phase_rules(shortens),
         *OPTIONS,
         *OWN_LOOP,
-        *make_compiled_rules(shortens, without_backward),
+        *make_compiled_rules(shortens),
         *make_trainer_rules(shortens, chooses),
     )
     return tuple(rule.resolve(names) for rule in rules)
@@ -83,42 +81,6 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
             "{policy} sets learning rates, which {update} reads before the backward; use {update:deferred}",
             policy={"sets_rates": (True,)},
             options={"update": ("eager",)},
-        ),
-    )
-
-
-def _make_backward_rules(without: Conditions) -> tuple[Rule, ...]:
-    """Return the rules for kinds that estimate gradients without a backward pass."""
-    return (
-        Rule(
-            "{policy} has no backward, and so no sites: needs {sites:linears}, got {sites:=}",
-            policy=without,
-            options={"sites": ("nodes",)},
-        ),
-        Rule(
-            "{policy} has no backward: needs {update:deferred}, got {update:=}",
-            policy=without,
-            options={"update": ("eager",)},
-        ),
-        Rule(
-            "{policy} has no backward, so {segments} has nothing to compute again: leave it out",
-            policy=without,
-            options={"segments": GIVEN},
-        ),
-        Rule(
-            "{policy} has no backward, so {checkpointing} has nothing to compute again: needs {checkpointing:none}",
-            policy=without,
-            options={"checkpointing": ("full",)},
-        ),
-        Rule(
-            "{policy} with {float8} is not supported: the policy shifts weights by less than the rounding of float8",
-            policy=without,
-            options={"float8": GIVEN},
-        ),
-        one_process("DDP and FSDP sum gradients inside of the backward.", facts=without),
-        Rule(
-            "{policy} keeps a state, which is not supported for a policy that estimates gradients",
-            policy={**without, "stateful": (True,)},
         ),
     )
 

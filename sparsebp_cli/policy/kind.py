@@ -38,7 +38,6 @@ class Kind:
             the adapter that the option ``sites`` names.
         needs_linears: Whether a model without any linear is refused.
         by_worker: Whether the worker calls its policies, and ``attach`` does not receive them.
-        has_backward: Whether the step has a backward.
         shortens: Whether its forward computes less than all positions and examples.
         chooses_targets: Whether it chooses the targets of the loss.
         weighs_examples: Whether it weights the losses of whole examples itself.
@@ -66,7 +65,6 @@ class Kind:
     adapter: str = ""
     needs_linears: bool = False
     by_worker: bool = False
-    has_backward: bool = True
     shortens: bool = False
     chooses_targets: bool = False
     weighs_examples: bool = False

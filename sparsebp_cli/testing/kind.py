@@ -75,8 +75,7 @@ def check_kind(
         _check_training(policy, trial, dense)
         _check_detached(policy, trial)
         _check_pair(kind, policy, trial)
-        if kind.has_backward:
-            _check_claim(policy, trial)
+        _check_claim(policy, trial)
         require(before == random_states(), f"{name_of(policy)}: uses a global random generator")
 
 
@@ -114,9 +113,7 @@ class _Trial:
         optimizer.zero_grad()
 
     def _differentiate(self, model: nn.Module, engine: Engine | None, batch: int) -> None:
-        if engine is not None and engine.estimator is not None:
-            engine.estimate(lambda: self.loss(model, batch))
-        elif engine is not None:
+        if engine is not None:
             engine.backward(self.loss(model, batch))
         else:
             self.loss(model, batch).backward()

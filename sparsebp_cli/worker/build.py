@@ -196,8 +196,8 @@ def _build_order(
         group_by=training.group_by,
     )
     order.gaps = reference.data.gaps
-    if any(kind.by_worker or not kind.has_backward for kind in list_kinds(policies)):
-        refuse_unsupported(recipe)  # attach sees neither the policies that the worker executes nor checkpointing: full
+    if any(kind.by_worker for kind in list_kinds(policies)):
+        refuse_unsupported(recipe)  # attach does not see the policies that the worker executes
     for policy in policies:
         if isinstance(policy, EpochSelector):
             order.choose_epochs(

@@ -287,18 +287,14 @@ class Training(Restorable):
             is_last = number == first + accumulation - 1
             with self._accumulating(is_last=is_last):
                 with watch("forward"):
-                    if self.engine.estimator is not None:
-                        loss, loss_B = self.engine.estimate(partial(self._plain_loss, batch, targets)), None
-                    else:
-                        loss, loss_B = self._forward(number, batch, targets, self.compiled)
+                    loss, loss_B = self._forward(number, batch, targets, self.compiled)
                 losses.append(loss.detach())
                 if not self._checks_late:
                     self._check_losses([float(losses[-1])])
                 if loss_B is not None:
                     self.order.see(number, loss_B)
                 with watch("backward"):
-                    if self.engine.estimator is None:
-                        self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
+                    self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
                 passes.append(describe_pass(self.engine, sizes))
         with watch("optimizer"), counting or nullcontext():
             updated, which = find_updated(self.optimizer, all_of_them=self.engine.eager is not None)

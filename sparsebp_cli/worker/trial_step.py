@@ -42,12 +42,12 @@ class RestOfUpdate:
 
 class TrialStep:
     """A context manager between two training steps in which passes run. The model must be in training mode and without
-    gradients. ``forward`` returns the loss of a micro-batch, and ``backward`` differentiates it without the engine. If
-    a policy estimates gradients, the estimate is part of the forward, and the backward does nothing. With ``rest``, a
-    pass covers all micro-batches of a step."""
+    gradients. ``forward`` returns the loss of a micro-batch, and ``backward`` differentiates it without the engine.
+    With ``rest``, a pass covers all micro-batches of a step."""
 
     model: nn.Module
     engine: Engine
+    forward: Callable[[], Tensor]
 
     def __init__(
         self,
@@ -57,9 +57,8 @@ class TrialStep:
         backward: Callable[[Tensor], None],
         rest: RestOfUpdate | None = None,
     ) -> None:
-        self.model, self.engine, self._forward, self._backward = model, engine, forward, backward
+        self.model, self.engine, self.forward, self._backward = model, engine, forward, backward
         self._rest = RestOfUpdate() if rest is None else rest
-        self._estimates = False  # whether the current pass is of a policy that estimates gradients
 
     def __enter__(self) -> Self:
         """Record the state that is restored at the end."""
@@ -85,11 +84,7 @@ class TrialStep:
                 yield self._backward
         else:
             with self.engine.probing(draw, feedback=feedback):
-                self._estimates = self.engine.estimator is not None
-                try:
-                    yield self._differentiate
-                finally:
-                    self._estimates = False
+                yield lambda loss: self.engine.backward(loss, self._backward)
         self._rewind.start()
 
     @property
@@ -101,14 +96,6 @@ class TrialStep:
     def num_updated(self) -> int:
         """The number of entries of the parameters that have a gradient in the current pass."""
         return sum(p.numel() for p in self._trainable.values() if p.grad is not None)
-
-    def forward(self) -> Tensor:
-        """Return the loss of the micro-batch in the current pass."""
-        return self.engine.estimate(self._forward) if self._estimates else self._forward()
-
-    def _differentiate(self, loss: Tensor) -> None:
-        if not self._estimates:
-            self.engine.backward(loss, self._backward)
 
     def run(self, mode: Mode, draw: int = 1, *, feedback: bool = True) -> PassResult:
         """Run one pass and return its gradients and report."""

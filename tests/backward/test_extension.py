@@ -20,7 +20,7 @@ from tests.backward.eager_case import MODELS
 
 @pytest.mark.parametrize("name", sorted(HOOKS))
 def test_a_helper_with_the_name_of_a_hook_is_refused(name: str) -> None:
-    """It was taken for the hook: with a helper named ``estimate`` the engine trained on what it returned."""
+    """It would be taken for the hook."""
     for helper in (lambda self: 0.5, property(lambda self: False), 3):
         with pytest.raises(TypeError, match=rf"Own.{name} has the name of a hook .* or rename it"):
             type("Own", (EngineExtension,), {name: helper})

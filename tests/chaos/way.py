@@ -68,8 +68,6 @@ WAYS: dict[str, Sections] = {
     ),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "subnet": _policy("subnet", keep=0.3, batches=2),
-    "mezo": _policy("mezo", scale=1e-2)
-    | {"training": {"optim": "sgd", "max_grad_norm": None, "learning_rate": 1e-4, "gradient_accumulation_steps": 2}},
     "max-child": _policy("max-child", leaves="always", ties="random") | _NODES,
     "random-child": _policy("random-child", leaves="always") | _NODES,
     "stride": _policy("stride", every=3),

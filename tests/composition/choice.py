@@ -59,7 +59,6 @@ CHOICES = (
     _policy("uniform", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
     _policy("importance", name="importance", keep=0.5),
     _policy("infobatch", name="infobatch"),
-    _policy("mezo", name="mezo"),
     _policy("subnet", name="subnet"),
     _policy(
         "subnet (of frozen), lora",

@@ -26,19 +26,17 @@ EXACT, ROUNDED, SINGLE, COARSE = 1e-12, 1e-6, 1e-4, 0.05
 # What the worker carries out and `attach` refuses: the table of choices in a recipe has these instead.
 KINDS = find_kinds().kinds
 OF_RECIPES = tuple(kind.name for kind in KINDS if kind.by_worker)
-# Without a backward there is no plain one to compare with: test_mezo.py in sparsebp-shelf has a reference.
-ELSEWHERE = tuple(kind.name for kind in KINDS if not kind.has_backward)
 LEAVES_ROWS_OUT = tuple(kind.name for kind in KINDS if kind.shortens and not kind.weighs_examples)
 
 
 def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
     own = find_ours().values()
-    elsewhere = ("GradientSelector", "EdgeRouter", *OF_RECIPES, *ELSEWHERE)
+    elsewhere = ("GradientSelector", "EdgeRouter", *OF_RECIPES)
     beside = {found.name: found.kind for found in own if found.kind not in elsewhere}
     assert {way.policy["name"]: way.question for way in WAYS if way.policy} == beside
     of_recipes = {found.name for found in own if found.kind in OF_RECIPES}
     chosen = {choice.policy.get("name") for choice in CHOICES}
-    assert of_recipes | {found.name for found in own if found.kind in ELSEWHERE} <= chosen
+    assert of_recipes <= chosen
     for name in of_recipes:
         with pytest.raises(UnsupportedError, match="built for the worker of a recipe"):
             train("nothing", (Way(name, {"name": name}),))

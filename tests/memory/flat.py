@@ -71,9 +71,6 @@ def count_while_training(policy: Mapping[str, Any], options: Mapping[str, Any], 
 
 def _step(model: Any, engine: Any, given: dict[str, Tensor]) -> None:
     forward: Callable[[], Tensor] = lambda: model(**given).loss  # noqa: E731
-    if engine.estimator is not None:
-        engine.estimate(forward)
-        return
     if engine.trials_are_due():
         engine.run_trials(forward, others=[forward])
     engine.backward(forward())

@@ -24,7 +24,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layerdrop": ({}, {}),
     "lossless": ({}, {}),
     "max-child": ({}, {"sites": "nodes"}),
-    "mezo": ({}, {}),
     "mvue": ({}, {}),
     "random": ({"keep": 0.5}, {}),
     "random-child": ({}, {"sites": "nodes"}),

@@ -44,7 +44,6 @@ def refuse(
         ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
         ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "make the same decision"),
         ("infobatch", UnsupportedError, "built for the worker of a recipe"),
-        ("mezo", UnsupportedError, "estimates gradients without a backward, which a Trainer cannot"),
     ],
 )
 def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: Make, tmp_path: Path) -> None:

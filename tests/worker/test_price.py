@@ -31,7 +31,7 @@ from tests.plugin import find_ours
 from tests.worker.conftest import LLAMA
 
 # Trained by each run of the tests; the others, and dear options, by the long ones.
-OFTEN = {"dense", "uniform", "mezo", "lossless", "tokens", "layerdrop", "grades", "importance"}
+OFTEN = {"dense", "uniform", "lossless", "tokens", "layerdrop", "grades", "importance"}
 WHOLE = {"start": 0.0, "end": 1.0, "interrupt": 0}
 # Every built-in policy, as it is ordinarily set, and with the options that make it dear.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -53,7 +53,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "layerdrop": [{}],
     "lossless": [{"verify": "never"}, {"verify": "never", "prefixes": "separate"}],
     "max-child": [{}, {"lookahead": True}],
-    "mezo": [{}],
     "mvue": [{}],
     "random": [{"keep": 0.25}],
     "random-child": [{}],
@@ -75,7 +74,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "wta-crs": [{"keep": 0.3}],
 }
 NEEDS: dict[str, dict[str, dict[str, object]]] = {
-    "mezo": {"training": {"optim": "sgd"}},
     "max-child": {"backward": {"sites": "nodes", "exclude": []}},
     "random-child": {"backward": {"sites": "nodes", "exclude": []}},
 }
@@ -179,8 +177,7 @@ def test_a_policy_is_charged_what_it_computes(name, options, uneven, prepared, t
     if name == "rho":
         options = options | {"reference": save_reference(tiny_folder)}
     recipe = uneven(policy=[{"name": name, **options}], **NEEDS.get(name, {}))
-    by_entry = 5 if name == "mezo" else 17  # SGD: a product and a sum
-    charged, counted = spend(recipe, prepared, monkeypatch, by_entry + 2 * (name in OBSERVING))
+    charged, counted = spend(recipe, prepared, monkeypatch, 17 + 2 * (name in OBSERVING))
     assert charged.passes == pytest.approx(counted.passes, rel=0.01), (name, options)
     assert charged.update == pytest.approx(counted.update, rel=0.01), (name, options)
     assert counted.update > 0

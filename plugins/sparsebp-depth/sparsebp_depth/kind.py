@@ -47,7 +47,7 @@ DEPTH_SELECTOR = Kind(
     keeps_state=False,
     limits=(
         rule.not_beside(
-            ("TokenSelector", "BatchPacker", "GradientEstimator"),
+            ("TokenSelector", "BatchPacker"),
             "They replace the forward of layers, at whose input the backward is to end.",
         ),
         rule.at_linears("Nodes are known by the backward of every layer."),

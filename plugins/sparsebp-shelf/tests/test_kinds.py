@@ -15,7 +15,6 @@ from tests.test_check_kind import _loss
 KINDS_HERE: dict[str, list[dict[str, Any]]] = {
     "BlockDropper": [{"name": "dropbp", "keep": 0.5}, {"name": "layerdrop", "keep": 0.5}],
     "ExampleSelector": [{"name": "uniform", "keep": 0.5}],
-    "GradientEstimator": [{"name": "mezo"}],
     "InputSaver": [{"name": "wta-crs", "keep": 0.5}],
     "PartSelector": [{"name": "subnet", "keep": 0.3, "by": "random"}],
 }

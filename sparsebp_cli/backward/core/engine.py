@@ -67,7 +67,6 @@ class Engine:
     notes: dict[str, str]
     leaves_out: bool
     eager: PassRunner | None
-    estimator: EngineExtension | None  # estimates gradients without a backward, if a policy does so
 
     def __init__(  # noqa: PLR0913 - what attach puts together
         self,
@@ -94,7 +93,6 @@ class Engine:
         # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, PassRunner)), None)
-        self.estimator = next((part for part in self.extensions if "estimate" in part.hooks), None)
         self._reads_scale = decisions.has_selectors or bool(self.states) or self.eager is not None
         self._scales, self._scaled = ScaleFinder(), ScaledSteps(model, self._clock, decisions, self.states)
         self._freezes = any("frozen" in extension.hooks for extension in self.extensions)
@@ -182,26 +180,6 @@ class Engine:
         if self.enabled:
             self._counter.num_backwards += 1
             self._clock.count_backward()
-
-    def estimate(self, forward: Callable[[], Tensor]) -> Tensor:
-        """Add an estimate of a micro-batch's gradients to ``.grad``, instead of its forward and :meth:`backward`.
-
-        Args:
-            forward: Runs the model on the micro-batch and returns the loss. The engine calls it several times, without
-                autograd.
-
-        Returns:
-            The mean of the losses, without a graph.
-
-        Raises:
-            UsageError: The engine is detached or disabled, or none of its policies estimates gradients.
-        """
-        if self.estimator is None or not self._attached or not self.enabled:
-            raise UsageError("engine.estimate needs an attached and enabled policy that estimates gradients")
-        loss = self.estimator.estimate(forward, self.now())
-        self._counter.num_backwards += 1
-        self._clock.count_backward()
-        return loss
 
     def trials_are_due(self, ahead: int = 0) -> bool:
         """Return whether a policy requests trial passes before the coming step; see :meth:`run_trials`.

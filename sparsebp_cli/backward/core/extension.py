@@ -197,11 +197,6 @@ class EngineExtension:
         """Return the estimated FLOPs under the policy at the current step, given a dense pass on the same batch."""
         raise NotImplementedError
 
-    def estimate(self, forward: Callable[[], Tensor], step: Step) -> Tensor:
-        """Add an estimate of the gradient of ``forward``'s loss to ``.grad`` of the trained parameters, without a
-        backward. Return a loss to report, without a graph. Leave weights and buffers unchanged."""
-        raise NotImplementedError
-
     @property
     def frozen(self) -> frozenset[str]:
         """Names of parameters that the model trains in general but not in the current step. With them, a backward may

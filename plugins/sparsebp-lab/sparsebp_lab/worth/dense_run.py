@@ -112,11 +112,8 @@ class DenseRun:
             targets = sum(count for _, count in shares)
             with self.trial(engine, step * micro_batches):  # restores generators, buffers and gradients
                 for place, (batch, _) in enumerate(shares):
-                    forward = partial(training.loss_of, step * micro_batches + place, batch, targets)
-                    if engine.estimator is None:
-                        engine.backward(forward(), training.accelerator.backward)
-                    else:
-                        engine.estimate(forward)
+                    loss = training.loss_of(step * micro_batches + place, batch, targets)
+                    engine.backward(loss, training.accelerator.backward)
                 engine.states.end_step(engine.now())
 
     def run_trials(self, engine: Engine, first: int) -> None:

@@ -32,7 +32,7 @@ from sparsebp_cli.backward import (
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Examples, ReadExamples
 from sparsebp_shelf.example.extension import ExampleExtension
-from sparsebp_shelf.example.kind import ExampleSelector, require_examples
+from sparsebp_shelf.example.kind import ExampleSelector, WeightedExamples, require_examples
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward import EngineView, Given, PolicyStates
@@ -75,6 +75,7 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
             self._states.see(policy, ReadExamples(self._states.next_forward(policy), examples), step)
         index_K = policy.at(step).choose(examples, self._states.show(policy, step))
         require_examples(policy, index_K, len(label_BT))
+        assert not isinstance(index_K, WeightedExamples), "only of policies that weigh"
         target_B = count_targets(label_BT)
         if index_K is None or len(index_K) == len(label_BT):
             self._count(target_B, target_B, len(label_BT))

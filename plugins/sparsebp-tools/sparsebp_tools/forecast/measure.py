@@ -165,7 +165,7 @@ def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], ow
         found.append(f"one of {processes} processes, as if alone: DDP's buckets take as much as the gradients again")
     if recipe.target.options.get("sharding", "none") != "none":
         found.append("counted unsharded: fsdp2 divides weights, gradients and optimizer state by the processes")
-    if any(not kind.has_backward or kind.by_worker for kind in list_kinds(policies)):
+    if any(kind.by_worker for kind in list_kinds(policies)):
         found.append("passes that a policy makes besides, to choose examples, are not counted")
     if make_dense(recipe).training.optim != recipe.training.optim:
         found.append(

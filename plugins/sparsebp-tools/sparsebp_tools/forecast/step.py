@@ -255,15 +255,9 @@ def _pass(recipe: Recipe, built: _Built, batch: _Batch, record: FakeRecord) -> N
     number = min(recipe.training.gradient_accumulation_steps, 2)
     engine = built.engine
 
-    def forward() -> Tensor:
-        return micro_batch_loss(built.prepared, batch.inputs, batch.targets * number, CPU, batch.candidates)
-
     for place in range(number):
         record.begin("forward")
-        if engine.estimator is not None:
-            engine.estimate(forward)
-            continue
-        loss = forward()
+        loss = micro_batch_loss(built.prepared, batch.inputs, batch.targets * number, CPU, batch.candidates)
         record.begin("backward")
         engine.backward(loss, built.accelerator.backward, is_last=place == number - 1)
         del loss
