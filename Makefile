@@ -82,7 +82,7 @@ check: style docs  ## style, types, layers, docstrings, docs
 
 style: .venv/develop
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-folder/sparsebp_folder.py plugins/sparsebp-depth/sparsebp_depth plugins/sparsebp-audit/sparsebp_audit plugins/sparsebp-lab/sparsebp_lab plugins/sparsebp-shelf/sparsebp_shelf plugins/sparsebp-sky/sparsebp_sky plugins/sparsebp-tools/sparsebp_tools
+	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-folder/sparsebp_folder.py plugins/sparsebp-depth/sparsebp_depth plugins/sparsebp-audit/sparsebp_audit plugins/sparsebp-lab/sparsebp_lab plugins/sparsebp-shelf/sparsebp_shelf plugins/sparsebp-tools/sparsebp_tools
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/test_house.py
 	$(BIN)/pydoclint --quiet sparsebp_cli plugins

@@ -74,9 +74,14 @@ def ask_target(run: RunFolder) -> None:
     from sparsebp_cli.errors import RunNotFoundError
 
     try:
-        target_of(run).recover(run)
+        target = target_of(run)
     except RunNotFoundError:
         return  # its target is unknown; only the local folder remains
+    except UsageError:  # its kind is not installed: a run that is over needs no answer
+        if run.state().over:
+            return
+        raise
+    target.recover(run)
 
 
 def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]:

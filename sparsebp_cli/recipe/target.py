@@ -27,6 +27,7 @@ GROUP = "sparsebp.targets"
 LARGEST_BYTES = 64 * 1024
 LONGEST_REASON = 300
 COMMON = tuple(TargetSection.model_fields)
+REMOVED = {"sky": "; `sky` was removed after 0.5: `sparsebp export --format sky` writes a task for `sky launch`"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ def find_target(kind: str) -> FoundTarget:
     entries = entry_points(group=GROUP)
     if kind not in entries.names:
         known = [*sorted(entries.names), *named_targets()]
-        cure = did_you_mean(kind, known) or "; `sparsebp targets` says in which file to define others"
+        cure = (
+            REMOVED.get(kind) or did_you_mean(kind, known) or "; `sparsebp targets` says in which file to define others"
+        )
         raise UsageError(f"unknown target {shorten(repr(kind))}; known: {', '.join(known)}{cure}")
     found = _load(kind, entries.select(name=kind))
     if found.target_class is None:

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.plan.plan import find_sources
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
@@ -21,11 +20,9 @@ from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, rece
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
 from sparsebp_cli.target.remote import RemoteTarget
-from sparsebp_cli.target.tool import CommandResult, Tool
 
 __all__ = [
     "CheckResult",
-    "CommandResult",
     "Job",
     "Phase",
     "Plan",
@@ -35,10 +32,8 @@ __all__ = [
     "Target",
     "TargetEngine",
     "TargetOptions",
-    "Tool",
     "WorkerStatus",
     "append_lines",
-    "find_sources",
     "make_target",
     "merge_into_run",
     "pack",

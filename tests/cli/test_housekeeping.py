@@ -120,6 +120,24 @@ def test_a_damaged_run_is_deleted_like_any_other(call: Cli, write_recipe: Write)
     assert not run.path.exists()
 
 
+def test_a_run_of_a_removed_kind_of_target_is_shown_compared_and_deleted_once_it_is_over(
+    call: Cli, write_recipe: Write
+) -> None:
+    over, begun = write_run(write_recipe()), write_interrupted(write_recipe(name="begun"))
+    for run in (over, begun):
+        plan = json.loads(run.plan_file.read_text())
+        plan["recipe"]["target"]["kind"] = "sky"
+        run.plan_file.write_text(json.dumps(plan))
+    (begun.path / "target.json").write_text("{")  # nobody knows whether it still trains
+    for words in (("show", over.run_id), ("compare", over.run_id), ("rm", over.run_id, "--yes")):
+        assert call(*words).returncode == 0
+    assert not over.path.exists()
+    refused = call("rm", begun.run_id, "--yes")
+    assert refused.returncode == 2
+    assert "`sky` was removed after 0.5" in refused.stderr
+    assert begun.path.exists()
+
+
 def test_a_store_that_does_not_answer_keeps_its_record_and_says_so(call: Cli, write_recipe: Write) -> None:
     run = write_run(write_recipe(), "tracking.uri=sqlite:////nowhere/at/all.db")
     (run.path / "tracking.json").write_text(json.dumps({"uri": "http://other", "mlflow_run_id": "a"}))

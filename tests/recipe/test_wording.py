@@ -64,6 +64,11 @@ TRAINING = SMALL + "training:\n  "
             "5:9: target.kind: unknown target 'lokal'; known: docker, kubernetes, local, slurm; did you mean local?",
         ),
         (
+            SMALL + "target: sky",
+            "5:9: target.kind: unknown target 'sky'; known: docker, kubernetes, local, slurm; `sky` was removed after "
+            "0.5: `sparsebp export --format sky` writes a task for `sky launch`",
+        ),
+        (
             SMALL + "policy: max-child",
             "5:9: policy.0.name: 'max-child' routes at graph nodes: needs backward.sites: nodes, got linears",
         ),
