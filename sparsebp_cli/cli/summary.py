@@ -42,8 +42,6 @@ FIDELITY = (
     (metric.COSINE, "cosine"),
     (metric.RELATIVE_ERROR, "relative error"),
     (metric.SIGN_AGREEMENT, "same sign"),
-    (metric.INDEPENDENT_COSINE, "cosine with other examples"),
-    (metric.DENSE_INDEPENDENT_COSINE, "of dense at the same cost"),
 )
 STEP_MEMORY = (
     (metric.PEAK_WEIGHT_BYTES, "weights"),

@@ -80,8 +80,6 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         cosine=_median(runs, metric.COSINE),
         relative_error=_median(runs, metric.RELATIVE_ERROR),
         noise_ratio=_median(runs, metric.NOISE_RATIO),
-        independent_cosine=_median(runs, metric.INDEPENDENT_COSINE),
-        dense_independent_cosine=_median(runs, metric.DENSE_INDEPENDENT_COSINE),
         choice=_choice(runs),
     )
 

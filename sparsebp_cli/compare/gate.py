@@ -81,8 +81,6 @@ def figures(comparison: Comparison, group: Group) -> dict[str, object]:
         f"{metric.COSINE.name}": cost.cosine,
         f"{metric.RELATIVE_ERROR.name}": cost.relative_error,
         f"{metric.NOISE_RATIO.name}": cost.noise_ratio,
-        f"{metric.INDEPENDENT_COSINE.name}": cost.independent_cosine,
-        f"{metric.DENSE_INDEPENDENT_COSINE.name}": cost.dense_independent_cosine,
         "runs.finished": group.states.get("finished", 0),
         "runs.not_finished": sum(count for state, count in group.states.items() if state != "finished"),
     }

@@ -256,8 +256,6 @@ class Cost:
         cosine: Cosine of the angle between the gradient and the dense one.
         relative_error: Norm of their difference over the norm of the dense one.
         noise_ratio: Squared norm of their difference over the variance of the dense gradient over micro-batches.
-        independent_cosine: Cosine between the gradient and that of a large batch of other examples.
-        dense_independent_cosine: The same for dense on the smaller batch that costs as much as the policy.
         choice: The possible gain from choosing, measured before the first step; None if no run measured it.
     """
 
@@ -277,8 +275,6 @@ class Cost:
     cosine: float | None = None
     relative_error: float | None = None
     noise_ratio: float | None = None
-    independent_cosine: float | None = None
-    dense_independent_cosine: float | None = None
     choice: Choice | None = None
 
 

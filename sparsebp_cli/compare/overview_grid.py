@@ -168,7 +168,6 @@ def _memory(comparison: Comparison) -> Grid:
 
 def _work(comparison: Comparison) -> Grid:
     rows = []
-    other = any(group.cost.independent_cosine is not None for group in comparison.groups)
     for group in comparison.groups:
         c = group.cost
         if c.executed_flops is None and c.kept_share is None:
@@ -185,10 +184,9 @@ def _work(comparison: Comparison) -> Grid:
                 show.of_plain(c.cosine),
                 show.of_plain(c.relative_error),
                 show.of_plain(c.noise_ratio),
-                *([show.of_plain(c.independent_cosine), show.of_plain(c.dense_independent_cosine)] if other else []),
             )
         )
-    columns = ["group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error", "of SGD's noise"]
+    columns = ("group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error", "of SGD's noise")
     note = (
         "Backward executed: FLOPs as counted, and their share of dense's, which computes every gradient. Claimed: the "
         "share that the policy said it would leave. Kept: of the gradient's entries. Cosine and relative error: to the "
@@ -196,13 +194,7 @@ def _work(comparison: Comparison) -> Grid:
         "the variance of the dense gradient over batches. Far below 1 the error is lost in the noise that training has "
         "anyway; far above 1 equal steps cannot make up for it."
     )
-    if other:
-        columns += ["cosine, other batch", "of dense, equal cost"]
-        note += (
-            " Cosine, other batch: with the gradient of a large batch of other examples; beside it that of dense on "
-            "the smaller batch that costs as much."
-        )
-    return Grid("Backward work and fidelity of the gradient", tuple(columns), tuple(rows), note)
+    return Grid("Backward work and fidelity of the gradient", columns, tuple(rows), note)
 
 
 def _choice(comparison: Comparison) -> Grid:

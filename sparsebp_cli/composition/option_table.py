@@ -34,12 +34,6 @@ OPTIONS = (
         blame="update",
     ),
     Rule(
-        "{independent_examples} works in one process, got {processes}",
-        why="Each process knows only its own part of the step's examples, and the others may contain none of them.",
-        options={"independent_examples": GIVEN, "processes": SEVERAL},
-        blame="independent_examples",
-    ),
-    Rule(
         "{eager_clip} needs {update:eager}, got {update:=}",
         options={"eager_clip": GIVEN, "update": ("deferred",)},
         blame="eager_clip",

@@ -19,7 +19,7 @@ from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RunNotFoundError, UsageError, first_line
 from sparsebp_cli.plan.provenance import Provenance, find_provenance
 from sparsebp_cli.policy import ReferenceReader, make_policy
-from sparsebp_cli.recipe.loader import rename_in_plan
+from sparsebp_cli.recipe.loader import GONE, rename_in_plan
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
 from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded, read_json
 from sparsebp_cli.source import DATASETS, MODELS, find_path
@@ -86,9 +86,9 @@ def _tell_version(file: Path) -> str:
 def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
-    # Keys of 0.5: their defaults keep the ids of old groups.
-    content["backward"]["time_forms"] = False
-    content["dataset"]["policy_validation_examples"] = None
+    for (section, key), default in GONE.items():
+        if section in content:
+            content[section][key] = default  # keeps the ids of old groups
     later_keys = {
         "dataset": LATER_DATASET_KEYS,
         "model": LATER_MODEL_KEYS,

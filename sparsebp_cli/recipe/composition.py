@@ -35,7 +35,6 @@ PLACES: dict[str, Location] = {
     "lora": ("model", "lora"),
     "peft": ("model", "peft"),
     "format": ("dataset", "format"),
-    "independent_examples": ("measure", "independent_examples"),
     "processes": ("target", "processes"),
     "sharding": ("target", "sharding"),
 }

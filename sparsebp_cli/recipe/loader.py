@@ -9,6 +9,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.policy.error_text import describe_kind, shorten, show_with_type
@@ -20,8 +21,15 @@ from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 LARGEST_BYTES = 64 * 1024
 # The folder of the package, which holds the recipes that ship.
 PACKAGE = Path(__file__).resolve().parents[1]
-# Keys of 0.5 in stored recipes.
-GONE = {("backward", "time_forms"), ("dataset", "policy_validation_examples"), ("tracking", "also")}
+# Keys of 0.5 that are gone, with their defaults. Stored recipes are read without them; one in which another value
+# had an effect is refused.
+GONE: dict[tuple[str, str], object] = {
+    ("backward", "time_forms"): False,
+    ("dataset", "policy_validation_examples"): None,
+    ("measure", "independent_examples"): None,
+    ("tracking", "also"): [],
+}
+WITHOUT_EFFECT = {"time_forms", "policy_validation_examples", "independent_examples", "also"}  # on the trained weights
 # Only the existence of these is checked; their content is not read. See decision 27.
 MARKS = (".git", "pyproject.toml")  # at the top of a checkout, or of a source distribution
 
@@ -219,29 +227,27 @@ def _wrap_text(node: Node, key: str) -> Node:
 def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     """Return a stored recipe with its keys renamed to this version's.
 
-    Up to 0.2, ``backward.execution`` was ``engine``. Up to 0.5, ``backward`` had ``time_forms``, false by default,
-    ``dataset`` had ``policy_validation_examples``, null by default, and ``tracking`` had ``also``, trackers beside
-    MLflow.
+    Up to 0.2, ``backward.execution`` was ``engine``. Keys that are gone are left out, if they have their default or no
+    effect on the weights.
     """
-    known = {
-        section: {key: value for key, value in content.items() if (section, key) not in GONE}
-        for section, content in recipe.items()
-        if section in {"backward", "tracking", "dataset"} and isinstance(content, dict)
-    }
-    if "engine" in (backward := known.get("backward", {})):
+    known: dict[str, Any] = {key: dict(part) if isinstance(part, dict) else part for key, part in recipe.items()}
+    if isinstance(backward := known.get("backward"), dict) and "engine" in backward:
         backward["execution"] = backward.pop("engine")
-    dataset = recipe.get("dataset")
-    number = dataset.get("policy_validation_examples") if isinstance(dataset, dict) else None
-    if isinstance(dataset, dict) and number is not None:
+    dataset = known.get("dataset")
+    if isinstance(dataset, dict) and (number := dataset.get("policy_validation_examples")) is not None:
         # No data have this split: such a run can be shown and compared, but does not go on with other examples.
-        known["dataset"]["split"] = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
-    return {**recipe, **known}
+        dataset["split"] = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
+    for (section, key), default in GONE.items():
+        part = known.get(section)
+        if isinstance(part, dict) and key in part and (key in WITHOUT_EFFECT or part[key] == default):
+            del part[key]
+    return known
 
 
 def rename_in_plan(content: bytes) -> bytes:
     """Rename the keys in the JSON of a plan. Return other content unchanged, for the next reader to refuse."""
     # Return early in the usual case: parsing twice would double the time to list many runs.
-    if not any(key in content for key in (b'"engine"', b'"time_forms"', b'"policy_validation_examples"', b'"also"')):
+    if not any(f'"{key}"'.encode() in content for key in ("engine", *(key for _, key in GONE))):
         return content
     try:
         plan = json.loads(content)

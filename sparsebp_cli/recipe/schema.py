@@ -675,12 +675,6 @@ class MeasureSection(Section):
         description="For random policies: number of gradients to draw in each comparison. With 2 or more, bias and "
         "variance are measured.",
     )
-    independent_examples: PositiveInt | None = Field(
-        None,
-        description="Number of further training examples whose dense gradient is a reference. Each comparison "
-        "compares with it the policy's gradient, and the dense gradient of a smaller batch of equal cost. This needs "
-        "more dense passes. null: none.",
-    )
     metric: str | None = Field(
         None,
         description="Validation metric by which studies choose. compare shows this metric, or its value on the test "
@@ -694,15 +688,6 @@ class MeasureSection(Section):
     warmup_steps: CountFromZero = Field(
         3, description="Number of steps, after each start or resume of a run, that statistics of time leave out."
     )
-
-    @model_validator(mode="after")
-    def _independent_beside_fidelity(self) -> Self:
-        if self.independent_examples is not None and self.fidelity_every is None:
-            raise ValueError(
-                "independent_examples needs fidelity_every, the number of steps between comparisons, got "
-                f"independent_examples {self.independent_examples} and 'fidelity_every: null'"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:

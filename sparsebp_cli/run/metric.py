@@ -80,9 +80,6 @@ LIMIT = Metric("speed/ceiling", "x", "higher")
 SPEEDUP = Metric("speed/speedup", "x", "higher", timing=True)  # forward + backward against dense, in the same run
 REACHED_SHARE = Metric("speed/realised_share", "share", "higher", timing=True)
 COSINE = Metric("fidelity/cosine", "", "higher")
-INDEPENDENT_COSINE = Metric("fidelity/independent_cosine", "", "higher")  # with the dense gradient of other examples
-DENSE_INDEPENDENT_COSINE = Metric("fidelity/dense_independent_cosine", "", "higher")  # dense at the policy's cost
-DENSE_INDEPENDENT_EXAMPLES = Metric("fidelity/dense_independent_examples", "examples")  # examples of dense at that cost
 RELATIVE_ERROR = Metric("fidelity/relative_error", "", "lower")
 SIGN_AGREEMENT = Metric("fidelity/sign_agreement", "share", "higher")
 BIAS = Metric("fidelity/bias", "", "lower")  # for random policies, over fidelity_draws

@@ -75,18 +75,7 @@ class BatchOrder:
         batch = self[number]
         return {name: tensor[self._own] for name, tensor in batch.items()}, num_targets(batch, self.candidates)
 
-    def other_batches(self, number: int, count: int) -> Iterator[dict[str, Tensor]]:
-        """Yield batches of ``count`` random examples that a micro-batch does not contain, fewer if the training set is
-        too small. The last batch may be short. The order of training is unaffected."""
-        held = {self._example(position) for position in self._positions(number)}
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        shuffled = torch.randperm(len(self.examples), generator=generator).tolist()
-        drawn = [example for example in shuffled if example not in held][:count]
-        for start in range(0, len(drawn), self.batch_size):
-            some = drawn[start : start + self.batch_size]
-            yield self._collate(some, [f"{number} other {row}" for row in some])
-
-    def _collate(self, rows: Sequence[int], visits: Sequence[object]) -> dict[str, Tensor]:
+    def _collate(self, rows: Sequence[int], visits: Sequence[int]) -> dict[str, Tensor]:
         """Collate examples. ``visits`` holds for each example the key that determines its masked tokens."""
         examples = [self.examples[row] for row in rows]
         if self.gaps is not None:

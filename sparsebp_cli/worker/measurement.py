@@ -16,15 +16,11 @@ from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
-from sparsebp_cli.worker.independent_gradient import (
-    IndependentBatches,
-    IndependentComparison,
-    measure_sgd_variance,
-)
 from sparsebp_cli.worker.price import Shape, StepPrice, join_shapes, shape_of
-from sparsebp_cli.worker.probe import cost_ratio, count_cost, count_price, price_pass, run_probe
+from sparsebp_cli.worker.probe import count_price, price_pass, run_probe
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
+from sparsebp_cli.worker.sgd_noise import Half, measure_sgd_variance
 from sparsebp_cli.worker.step_memory import PeakMemory
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import PassResult, RestOfUpdate, TrialStep, trainable_parameters
@@ -128,11 +124,11 @@ class Measurement:
         step: int,
         forward: Callable[[], Tensor],
         shape: Callable[[], Shape],
-        batches: IndependentBatches | None = None,
+        halves: Callable[[], Sequence[Half]] | None = None,
     ) -> Values:
         """Return the metrics of the probe and of fidelity that are due before a step (from 1). ``shape`` returns the
-        shape of a trial's input, the first micro-batch or all of them. With ``batches``, compare the policy's error
-        with the noise of dense and, if requested, the gradient with that of other examples."""
+        shape of a trial's input, the first micro-batch or all of them. With ``halves`` of the micro-batch, compare the
+        policy's error with the noise of dense."""
         probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
         self._count(step, forward, shape)
         if not (probe_due or fidelity_due):
@@ -149,16 +145,11 @@ class Measurement:
                 self._judge(step, probe.proof)
             if fidelity_due:
                 dense, policy = dense or trial.run("dense"), policy or trial.run("policy")
-                others = None
-                if batches is not None and batches.num_examples:
-                    others = IndependentComparison(trial, batches)
-                fidelity = self._compare(trial, dense, policy, others)
+                fidelity = self._compare(trial, dense, policy)
                 overall = fidelity.overall()
                 values |= _fidelity_values(overall)
-                if batches is not None and (overall.squared_error or 0.0) > ROUNDING:
-                    values |= _noise_values(overall, measure_sgd_variance(trial, dense.gradients, batches))
-                if others is not None:
-                    values |= self._independent_values(trial, others)
+                if halves is not None and (overall.squared_error or 0.0) > ROUNDING:
+                    values |= _noise_values(overall, measure_sgd_variance(trial, dense.gradients, halves()))
             assert policy is not None
             self.journal.write("layers", step=step, values=self._layer_values(policy.report, fidelity))
         if self._proof is not None:
@@ -201,31 +192,15 @@ class Measurement:
         once = {warm} if len(phases) == 1 else {min(phase.first + warm, phase.end) for phase in phases}
         return every is not None and (step % every == 0 or step in once)
 
-    def _compare(
-        self, trial: TrialStep, dense: PassResult, policy: PassResult, others: IndependentComparison | None
-    ) -> GradientComparison:
+    def _compare(self, trial: TrialStep, dense: PassResult, policy: PassResult) -> GradientComparison:
         draws = self.recipe.measure.fidelity_draws
         comparison = GradientComparison(dense.gradients, self._layers.part_of, num_draws=draws)
-        comparisons = [comparison] if others is None else [comparison, others.policy]
-        for one in comparisons:
-            one.add_draw(policy.gradients)
+        comparison.add_draw(policy.gradients)
         for draw in range(2, draws + 1):
-            gradients = trial.run("policy", draw).gradients
-            for one in comparisons:
-                one.add_draw(gradients)
+            comparison.add_draw(trial.run("policy", draw).gradients)
             if not comparison.is_random:
                 break  # a deterministic policy: all further draws are equal
         return comparison
-
-    def _independent_values(self, trial: TrialStep, others: IndependentComparison) -> Values:
-        proof = self._proof  # of this step, if a probe was due too
-        ratio = count_cost(trial) if proof is None else cost_ratio(proof.dense, proof.policy)
-        examples = others.add_dense(ratio)
-        return {
-            metric.INDEPENDENT_COSINE.name: others.policy.overall().cosine,
-            metric.DENSE_INDEPENDENT_COSINE.name: others.dense_cosine,
-            metric.DENSE_INDEPENDENT_EXAMPLES.name: float(examples),
-        }
 
     def _layer_values(self, report: Report, fidelity: GradientComparison | None) -> dict[str, dict[str, float | None]]:
         kept = _kept_by_part(report, self._layers)

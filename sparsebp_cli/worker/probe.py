@@ -61,11 +61,6 @@ def run_probe(trial: TrialStep, stopwatch: Stopwatch) -> Probe:
     return Probe(values, proof, policy.kind, left["dense"], left["policy"])
 
 
-def count_cost(trial: TrialStep) -> float:
-    """Return the cost of a policy's step over that of a dense one, in counted FLOPs of forward and backward."""
-    return cost_ratio(_count(trial, "dense").cost, _count(trial, "policy").cost)
-
-
 def price_pass(proof: Proof, shape: Shape) -> CountedPass:
     """Return the cost of the two counted passes over a micro-batch."""
     dense = proof.dense.flops.by_operator

@@ -51,7 +51,6 @@ from sparsebp_cli.worker.evaluate import (
 from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state, check_summed
 from sparsebp_cli.worker.generation import Generator, measure_generated
-from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.policy_phase import PhaseSequence
 from sparsebp_cli.worker.prefetch import BatchPrefetch
@@ -59,6 +58,7 @@ from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, join_shape
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts
 from sparsebp_cli.worker.reload import ReloadedOutputs
+from sparsebp_cli.worker.sgd_noise import halve
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import Restorable, restore, take_snapshot
 from sparsebp_cli.worker.step_kind import StepKind, describe_pass
@@ -469,14 +469,14 @@ class Training(Restorable):
 
     def _measure(self) -> dict[str, float | None]:
         """Take the measurements that are due on the next step's first micro-batch."""
-        number, count = self._first_batch, self.measurement.recipe.measure.independent_examples or 0
-        batches = IndependentBatches(self.order, number, count, self._plain_loss) if self.ranks.count == 1 else None
+        number = self._first_batch
+        halves = (lambda: halve(self.order[number], self._plain_loss)) if self.ranks.count == 1 else None
 
         def shape() -> Shape:
             batches = self._rest_of_update().batches or [self.order.rank_part(number)[0]]
             return join_shapes([shape_of(batch) for batch in batches])
 
-        return self.measurement.before(self.step + 1, lambda: self._loss(number), shape, batches)
+        return self.measurement.before(self.step + 1, lambda: self._loss(number), shape, halves)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on validation, and after the last step also on the test split."""

@@ -190,19 +190,6 @@ def test_the_test_split_is_reported_where_every_run_has_it(make_run: MakeRun) ->
     assert found.groups[1].quality.at_equal[0].quality is not None  # what goes on during training is the validation's
 
 
-def test_the_cosine_with_other_examples_becomes_columns_where_it_was_measured(make_run: MakeRun) -> None:
-    from sparsebp_cli.compare.overview_grid import grids
-
-    def work(runs: list[RunFolder]) -> Any:
-        return next(grid for grid in grids(compare_runs(runs)) if grid.title.startswith("Backward work"))
-
-    assert "cosine, other batch" not in work(pair(make_run)).columns
-    values = {"fidelity/independent_cosine": 0.34, "fidelity/dense_independent_cosine": 0.42}
-    grid = work(pair(make_run, metrics=values))
-    assert grid.columns[-2:] == ("cosine, other batch", "of dense, equal cost")
-    assert [row[-2:] for row in grid.rows] == [("-", "-"), ("0.34", "0.42")]
-
-
 def test_what_choosing_could_gain_is_a_table_where_runs_measured_it(make_run: MakeRun) -> None:
     from sparsebp_cli.compare.overview_grid import grids
     from sparsebp_cli.compare.report import render_report

@@ -116,12 +116,6 @@ CHOICES = (
     Choice("lora", "lora", {"model": {"lora": {"r": 2}}}),
     Choice("format: completion", "format", {"dataset": {"format": "completion"}}, is_heavy=True),
     Choice("format: classification", "format", {"dataset": {"format": "classification"}}),
-    Choice(
-        "independent_examples: 4",
-        "measure",
-        {"measure": {"fidelity_every": 2, "independent_examples": 4}},
-        is_heavy=True,
-    ),
     Choice("processes: 2", "processes", {"target": {"processes": 2}}),
     Choice("sharding: fsdp2", "processes", {"target": {"processes": 2, "sharding": "fsdp2"}}),
 )

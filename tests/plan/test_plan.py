@@ -13,7 +13,7 @@ from sparsebp_cli.plan.identity import find_data
 from sparsebp_cli.plan.plan import find_sources, group_content
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import make_policy
-from sparsebp_cli.recipe import load_stored
+from sparsebp_cli.recipe import load_stored, loader
 from sparsebp_cli.recipe.schema import Recipe
 
 
@@ -119,6 +119,18 @@ def test_an_option_that_is_gone_stays_in_what_a_group_is_known_by() -> None:
     stored = json.loads(Plan(recipe=recipe(policy=[{"name": "lossless"}])).model_dump_json())["recipe"]
     (entry,) = group_content(load_stored(stored, "plan.json").recipe)["policy"]  # type: ignore[misc, attr-defined]
     assert entry == {"name": "lossless", "labels": True, "padding": True, "prefixes": "share", "verify": "first"}
+
+
+@pytest.mark.parametrize(("section", "key"), loader.GONE)
+def test_a_plan_with_the_default_of_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, section, key) -> None:
+    plan = Plan(recipe=recipe())
+    content = json.loads(plan.model_dump_json())
+    now = json.loads(plan.model_dump_json())["recipe"]
+    content["recipe"][section][key] = loader.GONE[section, key]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert load_stored(content["recipe"], "plan.json").recipe == load_stored(now, "plan.json").recipe
+    assert Seal(content["recipe"], {}).changes(Seal(now, {})) == []
 
 
 @pytest.mark.parametrize("timed", [False, True])

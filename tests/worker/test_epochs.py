@@ -146,7 +146,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tiny_recipe, prepared, policy: li
 
 
 def test_measuring_changes_no_weight(tiny_recipe, prepared) -> None:
-    often = {"probe_every": 1, "fidelity_every": 1, "independent_examples": 4}
+    often = {"probe_every": 1, "fidelity_every": 1}
     runs = [
         prepared(tiny_recipe(training=TRAINING, dataset=SMALL, policy=[POLICY], measure=measure))
         for measure in (often, {})

@@ -108,7 +108,6 @@ def test_a_run_tells_quality_time_memory_work_and_fidelity(sparse_history) -> No
     absent |= {"flops/probing"}  # of trial passes
     absent |= {"eval/mcc", "eval/f1", "eval/pearson", "eval/spearman"}  # of classes and of numbers
     absent |= {name for name in METRICS if name.startswith("test/")}  # of a test split
-    absent |= {name for name in METRICS if "independent" in name}  # of measure.independent_examples
     assert logged == set(METRICS) - absent
     assert list(sparse_history.series("eval/loss")) == [0, 5, 10]
     assert list(sparse_history.series("train/loss")) == list(range(1, 11))

@@ -133,7 +133,6 @@ def rehearse(recipe: Recipe, first: Recipe, steps: int = REHEARSED_STEPS) -> Rec
         update={
             "probe_every": steps // REHEARSED_STEPS,
             "fidelity_every": None,
-            "independent_examples": None,
             "eval_every": steps,
             "eval_examples": recipe.training.per_device_train_batch_size,
             "eval_batches": None,
