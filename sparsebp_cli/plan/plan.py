@@ -86,8 +86,9 @@ def _tell_version(file: Path) -> str:
 def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
-    for (section, key), default in GONE.items():
-        if section in content:
+    for path, default in GONE.items():
+        section, *_, key = path.split(".")
+        if section in content and path.count(".") == 1:
             content[section][key] = default  # keeps the ids of old groups
     later_keys = {
         "dataset": LATER_DATASET_KEYS,

@@ -7,6 +7,7 @@ import json
 import re
 import stat
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,17 @@ LARGEST_BYTES = 64 * 1024
 PACKAGE = Path(__file__).resolve().parents[1]
 # Keys of 0.5 that are gone, with their defaults. Stored recipes are read without them; one in which another value
 # had an effect is refused.
-GONE: dict[tuple[str, str], object] = {
-    ("backward", "time_forms"): False,
-    ("dataset", "policy_validation_examples"): None,
-    ("measure", "independent_examples"): None,
-    ("tracking", "also"): [],
+GONE: dict[str, object] = {
+    "backward.time_forms": False,
+    "dataset.policy_validation_examples": None,
+    "dataset.weight_column": None,
+    "measure.independent_examples": None,
+    "tracking.also": [],
 }
-WITHOUT_EFFECT = {"time_forms", "policy_validation_examples", "independent_examples", "also"}  # on the trained weights
+# These had no effect on the trained weights.
+WITHOUT_EFFECT = {
+    "backward.time_forms", "dataset.policy_validation_examples", "measure.independent_examples", "tracking.also",
+}  # fmt: skip
 # Only the existence of these is checked; their content is not read. See decision 27.
 MARKS = (".git", "pyproject.toml")  # at the top of a checkout, or of a source distribution
 
@@ -230,16 +235,19 @@ def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     Up to 0.2, ``backward.execution`` was ``engine``. Keys that are gone are left out, if they have their default or no
     effect on the weights.
     """
-    known: dict[str, Any] = {key: dict(part) if isinstance(part, dict) else part for key, part in recipe.items()}
+    known: dict[str, Any] = deepcopy(dict(recipe))
     if isinstance(backward := known.get("backward"), dict) and "engine" in backward:
         backward["execution"] = backward.pop("engine")
     dataset = known.get("dataset")
     if isinstance(dataset, dict) and (number := dataset.get("policy_validation_examples")) is not None:
         # No data have this split: such a run can be shown and compared, but does not go on with other examples.
         dataset["split"] = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
-    for (section, key), default in GONE.items():
-        part = known.get(section)
-        if isinstance(part, dict) and key in part and (key in WITHOUT_EFFECT or part[key] == default):
+    for path, default in GONE.items():
+        *sections, key = path.split(".")
+        part: Any = known
+        for section in sections:
+            part = part.get(section) if isinstance(part, dict) else None
+        if isinstance(part, dict) and key in part and (path in WITHOUT_EFFECT or part[key] == default):
             del part[key]
     return known
 
@@ -247,7 +255,7 @@ def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
 def rename_in_plan(content: bytes) -> bytes:
     """Rename the keys in the JSON of a plan. Return other content unchanged, for the next reader to refuse."""
     # Return early in the usual case: parsing twice would double the time to list many runs.
-    if not any(f'"{key}"'.encode() in content for key in ("engine", *(key for _, key in GONE))):
+    if not any(f'"{key}"'.encode() in content for key in ("engine", *(path.rpartition(".")[2] for path in GONE))):
         return content
     try:
         plan = json.loads(content)

@@ -343,12 +343,6 @@ class DatasetSection(Section):
         "the last assistant message. all: all messages. If a message has a key weight, its loss is multiplied by this "
         "weight.",
     )
-    weight_column: str | None = Field(
-        None,
-        description="Column of weights for the training loss. A row has one number, a list with a number per message, "
-        "or [[start, end, weight], ...] in characters. Other tokens have the weight 1. Tokens of weight 0 are not "
-        "trained. Evaluations use no weights. null: none.",
-    )
     completion_only_loss: bool = Field(
         True,
         description="For format completion: leave prompts out of the training loss. Evaluations never count prompts.",
@@ -416,13 +410,6 @@ class DatasetSection(Section):
                 "chat_template needs 'format: chat', or 'format: completion' with messages, got 'format: "
                 f"{self.format}'"
             )
-        if self.weight_column is not None and self.format in ("classification", "regression"):
-            raise ValueError(
-                f"weight_column weights tokens, but 'format: {self.format}' has no loss of tokens; leave "
-                "weight_column out"
-            )
-        if self.weight_column is not None and not self.completion_only_loss:
-            raise ValueError("weight_column needs 'completion_only_loss: true', got false")
         if self.group_column is not None and self.held_out == "tail":
             raise ValueError("group_column needs 'held_out: drawn', got 'held_out: tail'")
         return self

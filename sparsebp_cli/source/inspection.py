@@ -253,7 +253,5 @@ def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -
             yield from _problems_of(("dataset", "text_pair_column"), read_texts, rows, section.text_pair_column)
     if section.group_column is not None:
         yield from _problems_of(("dataset", "group_column"), read_column, rows, section.group_column)
-    if section.weight_column is not None:
-        yield from _problems_of(("dataset", "weight_column"), read_column, rows, section.weight_column)
     for name in spans:
         yield from _problems_of(("dataset", "name"), read_column, rows, name)

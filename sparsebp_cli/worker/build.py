@@ -153,8 +153,7 @@ def _build_model(
 
 def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]) -> None:
     """Make the model's forward accept token weights. Raise DataError if policy, compilation or model forbid them."""
-    column = recipe.dataset.weight_column
-    what = f"dataset.weight_column: {column}" if column is not None else "the messages' weights"
+    what = "the messages' weights"
     for policy in policies:
         if any(kind.weighs_examples for kind in list_kinds([policy])):
             raise DataError(f"{what}: {type(policy).__name__} sets weights of whole examples, too: give only one")

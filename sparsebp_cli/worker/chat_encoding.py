@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -11,11 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
-from sparsebp_cli.source.column import Rows, read_column
+from sparsebp_cli.source.column import Rows
 from sparsebp_cli.source.conversation import Conversation, read_conversations, read_prompts, read_template
 from sparsebp_cli.worker.chat import ChatText, Span, mark_tokens, write_chats
 from sparsebp_cli.worker.encoding import IGNORED, NUM_TAIL, EncodedExample, EncodedSplit, Written, call_tokenizer
-from sparsebp_cli.worker.token_weight import check_number
 
 NO_TURN = "the user or the assistant has no text"
 NOTHING_TRAINED = "no message is trained"
@@ -64,10 +62,6 @@ def _encode(
     if empty := len(conversations) - len(numbers):
         found.dropped[NO_TURN] = empty
     conversations, rows = [conversations[number] for number in numbers], [rows[number] for number in numbers]
-    weights = section.weight_column
-    if weights is not None:
-        values = zip(conversations, read_column(rows, weights), strict=True)
-        conversations = [_weigh_row(one, value, f"{one.place}: column {weights!r}") for one, value in values]
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     texts = write_chats(conversations, find_template(section, tokenizer), tokens, section.train_on)
     # The template itself writes every special token.
@@ -126,14 +120,3 @@ def find_template(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -
     if not isinstance(own, str) or not own:
         raise DataError("the tokenizer has no chat template: give dataset.chat_template, a file with one")
     return own
-
-
-def _weigh_row(one: Conversation, value: object, place: str) -> Conversation:
-    """Set the weights from the recipe's column in a conversation."""
-    if value is None:
-        return one
-    given = value if isinstance(value, list) else [value] * len(one.messages)
-    if len(given) != len(one.messages):
-        raise DataError(f"{place} must have a weight for each of {len(one.messages)} messages, got {len(given)}")
-    numbers = [check_number(weight, place) for weight in given]
-    return replace(one, weights=[a * b for a, b in zip(one.weights, numbers, strict=True)])

@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.errors import DataError, first_line
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows, read_column, read_labels, read_numbers, read_texts
 from sparsebp_cli.worker.token_mask import TextTokens, mask_tokens
-from sparsebp_cli.worker.token_weight import weigh_tokens
 
 IGNORED = -100  # the label that transformers' losses ignore
 
@@ -115,15 +113,13 @@ def encode_text(
     kept = [number for number, text in enumerate(texts) if text]
     if empty := len(texts) - len(kept):
         found.dropped[NO_TEXT] = empty
-    tokens = _tokenize(
-        tokenizer, [texts[number] for number in kept], with_offsets=bool(columns or section.weight_column)
-    )
+    tokens = _tokenize(tokenizer, [texts[number] for number in kept], with_offsets=bool(columns))
     documents = [_with_end(ids, around.end) for ids in tokens["input_ids"]]
     blocks = _blocks(documents, length)
     found.left_over = sum(map(len, documents)) - blocks.size
     owners = np.repeat(kept, [len(ids) for ids in documents])[: blocks.size].reshape(blocks.shape)
     some = [rows[number] for number in kept]
-    marked = _mark(some, [texts[number] for number in kept], documents, tokens, around, columns, section.weight_column)
+    marked = _mark(some, [texts[number] for number in kept], documents, tokens, around, columns)
     marked_blocks = {name: _blocks(masks, length) for name, masks in marked.items()}
     found.written = [Written.of(number, texts[number], ids) for number, ids in zip(kept, documents, strict=True)]
     found.block_rows = [(int(owner[0]), int(owner[-1])) for owner in owners]
@@ -150,9 +146,9 @@ def encode_completion(
     completions = read_texts(rows, section.completion_column, may_be_empty=True)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     prompt_ids = _tokenize(tokenizer, prompts)["input_ids"]
-    tokens = _tokenize(tokenizer, texts, with_offsets=bool(columns or section.weight_column))
+    tokens = _tokenize(tokenizer, texts, with_offsets=bool(columns))
     whole = [_with_end(ids, around.end) for ids in tokens["input_ids"]]
-    marked = _mark(rows, texts, whole, tokens, around, columns, section.weight_column)
+    marked = _mark(rows, texts, whole, tokens, around, columns)
     for number, (prompt, all_ids) in enumerate(zip(prompt_ids, whole, strict=True)):
         if not completions[number]:
             found.dropped[NO_COMPLETION] += 1
@@ -269,10 +265,9 @@ def _mark(
     tokens: Mapping[str, Any],
     around: Surrounding,
     columns: Collection[str],
-    weight_column: str | None = None,
 ) -> dict[str, list[np.ndarray]]:
-    """Return token masks for each column of character spans, and the weights of the tokens, for each text."""
-    if not columns and weight_column is None:
+    """Return token masks for each column of character spans, for each text."""
+    if not columns:
         return {}
     of_texts = [
         TextTokens(
@@ -280,10 +275,7 @@ def _mark(
         )
         for text, offsets, ids in zip(texts, tokens["offset_mapping"], whole, strict=True)
     ]
-    found = {name: mask_tokens(of_texts, rows, read_column(rows, name), name) for name in columns}
-    if weight_column is not None:
-        found[LOSS_WEIGHT] = weigh_tokens(of_texts, rows, read_column(rows, weight_column), weight_column)
-    return found
+    return {name: mask_tokens(of_texts, rows, read_column(rows, name), name) for name in columns}
 
 
 def _blocks(parts: Sequence[Sequence[int]] | Sequence[np.ndarray], length: int) -> np.ndarray:

@@ -35,8 +35,8 @@ def encode_gaps(
 ) -> EncodedSplit:
     """Pack texts as for a causal model. Every token that is not special gets a label, until masks are drawn, except the
     first of a block, which no batch counts."""
-    if columns or section.weight_column is not None:
-        name = min(columns) if columns else section.weight_column
+    if columns:
+        name = min(columns)
         text = f"column {name!r} marks tokens to train, but a masked language model draws them at random: leave it out"
         raise DataError(text)
     found = encode_text(rows, section, tokenizer, columns, label_names)

@@ -31,9 +31,8 @@ def encode_pairs(
 ) -> EncodedSplit:
     """Tokenise each prompt, and each completion as a target, with the tokenizer's special tokens for either, as in
     transformers' ``run_translation``. Each has at most ``max_seq_length`` tokens."""
-    if columns or section.weight_column is not None:
-        name = min(columns) if columns else section.weight_column
-        text = f"column {name!r} marks tokens of one text, but an encoder-decoder reads two texts: leave it out"
+    if columns:
+        text = f"column {min(columns)!r} marks tokens of one text, but an encoder-decoder reads two texts: leave it out"
         raise DataError(text)
     if not section.completion_only_loss:
         text = "completion_only_loss must be true: an encoder-decoder does not predict prompts; got false"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -121,16 +123,27 @@ def test_an_option_that_is_gone_stays_in_what_a_group_is_known_by() -> None:
     assert entry == {"name": "lossless", "labels": True, "padding": True, "prefixes": "share", "verify": "first"}
 
 
-@pytest.mark.parametrize(("section", "key"), loader.GONE)
-def test_a_plan_with_the_default_of_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, section, key) -> None:
-    plan = Plan(recipe=recipe())
+@pytest.mark.parametrize("path", loader.GONE)
+def test_a_plan_with_the_default_of_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, path) -> None:
+    plan = Plan(recipe=recipe(model={"name": "m", "lora": {}}))
     content = json.loads(plan.model_dump_json())
     now = json.loads(plan.model_dump_json())["recipe"]
-    content["recipe"][section][key] = loader.GONE[section, key]
+    *sections, key = path.split(".")
+    reduce(getitem, sections, content["recipe"])[key] = loader.GONE[path]
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert Plan.load(tmp_path / "plan.json") == plan
     assert load_stored(content["recipe"], "plan.json").recipe == load_stored(now, "plan.json").recipe
     assert Seal(content["recipe"], {}).changes(Seal(now, {})) == []
+
+
+def test_a_plan_in_which_a_removed_key_had_an_effect_is_refused(tmp_path) -> None:
+    content = json.loads(Plan(recipe=recipe()).model_dump_json())
+    content["recipe"]["dataset"]["weight_column"] = "w"
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(RunNotFoundError, match=r"recipe\.dataset\.weight_column"):
+        Plan.load(tmp_path / "plan.json")
+    with pytest.raises(RecipeError, match=r"weight_column: unknown key .*the key weight of a message does it"):
+        load_stored(content["recipe"], "plan.json")
 
 
 @pytest.mark.parametrize("timed", [False, True])

@@ -44,7 +44,6 @@ UNSHOWN = {
     "dataset.subset": "of data on a hub",
     "dataset.revision": "of data on a hub",
     "dataset.train_on": "of conversations",
-    "dataset.weight_column": "of weighted rows, which no package brings: guide, own-data",
     "dataset.label_column": "of labelled rows, which only fetched packages bring",
     "dataset.text_pair_column": "of pairs of texts, which no package brings",
     "backward.checkpointing": "of models larger than any that a package brings: guide, memory",

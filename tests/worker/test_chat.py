@@ -237,12 +237,9 @@ def test_messages_weights_become_weights_of_tokens(tokenizer: PreTrainedTokenize
     last = make([{"messages": TALK}], tokenizer, chat_template=CHATML, train_on="last").examples[0]
     assert example.labels.tolist() == last.labels.tolist()
     assert not example.columns
-    rows = [{"messages": TALK, "w": [1, 0.5, 1, -2]}, {"messages": TALK, "w": 3}]
-    first, second = make(rows, tokenizer, chat_template=CHATML, weight_column="w").examples
-    assert set(first.columns["loss_weight"].tolist()) == {0.0, 0.5, -2.0}
-    assert set(second.columns["loss_weight"].tolist()) == {0.0, 3.0}
-    with pytest.raises(DataError, match="row 1: column 'w' must have a weight for each of 4 messages, got 2"):
-        make([{"messages": TALK, "w": [1, 2]}], tokenizer, chat_template=CHATML, weight_column="w")
+    weighed = [dict(message, weight=weight) for message, weight in zip(TALK, (1, 0.5, 1, -2), strict=True)]
+    example = make([{"messages": weighed}], tokenizer, chat_template=CHATML).examples[0]
+    assert set(example.columns["loss_weight"].tolist()) == {0.0, 0.5, -2.0}
 
 
 def test_other_names_are_read_by_the_mapping_alone(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -206,22 +206,3 @@ def test_what_cannot_be_trained_is_refused_in_one_line(make: Callable[[], Any], 
         find_architecture(make().to_dict(), data_format)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_weights_of_characters_become_weights_of_tokens(t5_tokenizer: PreTrainedTokenizerFast) -> None:
-    rows: list[dict[str, Any]] = [
-        {"prompt": "w0 w1", "completion": " w2 w3 w4", "w": [[9, 11, 0], [6, 8, 2.5]]},
-        {"prompt": "w0", "completion": " w1", "w": None},
-        {"prompt": "w0", "completion": " w1", "w": 0},
-    ]
-    section = DatasetSection(name="x", format="completion", weight_column="w")
-    found = encode(as_rows(rows, "f, row"), section, t5_tokenizer)
-    first, second = found.examples
-    assert t5_tokenizer.decode(first.labels[first.labels != IGNORED]).split() == ["w2", "w4", "</s>"]
-    assert first.columns["loss_weight"].tolist() == [1.0, 1.0, 2.5, 0.0, 1.0, 1.0]
-    assert (dict(found.dropped), second.columns) == ({"every token weighs 0": 1}, {})
-    batch = collate(found.examples, 0, ["loss_weight"])
-    assert batch["loss_weight"][1].tolist() == [1.0] * 8
-    for wrong in ("x", [[0, 1]], float("nan"), [[2, 1, 1.0]]):
-        with pytest.raises(DataError, match="f, row, row 1: column 'w' must be"):
-            encode(as_rows([rows[0] | {"w": wrong}], "f, row"), section, t5_tokenizer)
