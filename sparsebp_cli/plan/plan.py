@@ -118,7 +118,7 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
     if recipe.training.num_train_epochs is not None:
         raise UsageError("training.num_train_epochs: this command needs training.max_steps instead")
     resolved = resolve_paths(recipe, [recipe_file.resolve().parent, Path.cwd()])
-    return Plan(recipe=resolved, provenance=find_provenance(recipe_file, code_diff=recipe.tracking.code_diff))
+    return Plan(recipe=resolved, provenance=find_provenance(recipe_file))
 
 
 def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:

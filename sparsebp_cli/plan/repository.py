@@ -69,9 +69,9 @@ class Repository:
             text = _read_text(self.own / name) or _read_text(self.common / name) or self._packed(name)
         return ""
 
-    def diff(self, sha: str, name: str | None = None) -> bytes | None:
-        """Return the patch from a commit to the working folder: of all tracked files, or of one file, named relative to
-        the folder. The patch is empty if nothing differs, None if git is missing, times out or fails."""
+    def diff(self, sha: str) -> bytes | None:
+        """Return the patch from a commit to the working folder: of all tracked files. It is empty if nothing differs,
+        None if git is missing, times out or fails."""
         with self._git_folder(sha, with_index=True) as place:
             if place is None:
                 return None
@@ -82,7 +82,7 @@ class Repository:
                 return None
             # Use a plumbing command: no alias, pager or porcelain setting affects it.
             words = ["--patch", "--full-index", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames"]
-            words += ["--ignore-submodules=all", sha, "--", *([name] if name else [])]
+            words += ["--ignore-submodules=all", sha, "--"]
             return _ask(place, self.folder, "diff-index", *words)
 
     def find_commit(self, ref: str) -> str:

@@ -131,6 +131,7 @@ ANSWERS = {
     "quantization_config": "model.quantization: {type: nf4}",
     # keys of our earlier versions
     "policy_validation_examples": None,
+    "code_diff": "nothing: a plan has the commit and a digest of uncommitted changes",
     "weight_column": "the key weight of a message",
     "time_forms": "`backward: {exclude: [GLOB]}` keeps linears dense whose products are slower",
     "also": "nothing: trackers beside MLflow were removed after 0.5, and MLflow has the metrics",

@@ -30,10 +30,12 @@ GONE: dict[str, object] = {
     "dataset.weight_column": None,
     "measure.independent_examples": None,
     "tracking.also": [],
+    "tracking.code_diff": False,
 }
 # These had no effect on the trained weights.
 WITHOUT_EFFECT = {
     "backward.time_forms", "dataset.policy_validation_examples", "measure.independent_examples", "tracking.also",
+    "tracking.code_diff",
 }  # fmt: skip
 # Only the existence of these is checked; their content is not read. See decision 27.
 MARKS = (".git", "pyproject.toml")  # at the top of a checkout, or of a source distribution

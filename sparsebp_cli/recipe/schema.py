@@ -802,11 +802,6 @@ class TrackingSection(Section):
         default_factory=dict,
         description="Additional MLflow tags of the run, such as {figure: one}. Runs can be found by them.",
     )
-    code_diff: bool = Field(
-        False,
-        description="Whether the run's plan and the MLflow store contain the uncommitted changes of imported files, "
-        "not only their digest. Files whose changes may contain a credential are left out.",
-    )
 
     @field_validator("uri")
     @classmethod

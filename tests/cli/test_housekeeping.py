@@ -120,9 +120,7 @@ def test_a_damaged_run_is_deleted_like_any_other(call: Cli, write_recipe: Write)
     assert not run.path.exists()
 
 
-def test_a_run_of_a_removed_kind_of_target_is_shown_compared_and_deleted_once_it_is_over(
-    call: Cli, write_recipe: Write
-) -> None:
+def test_a_finished_run_of_a_removed_target_is_shown_compared_and_deleted(call: Cli, write_recipe: Write) -> None:
     over, begun = write_run(write_recipe()), write_interrupted(write_recipe(name="begun"))
     for run in (over, begun):
         plan = json.loads(run.plan_file.read_text())

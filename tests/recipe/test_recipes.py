@@ -65,7 +65,6 @@ UNSHOWN = {
     "training.lr_scheduler_kwargs": "as training.num_train_epochs",
     "training.weight_decay_of": "as training.num_train_epochs",
     "tracking.uri": "of the reader's machine",
-    "tracking.code_diff": "of the reader's code",
 }
 
 
