@@ -29,6 +29,8 @@ GONE: dict[str, object] = {
     "dataset.policy_validation_examples": None,
     "dataset.weight_column": None,
     "measure.independent_examples": None,
+    **dict.fromkeys(f"model.lora.{key}" for key in ("exclude_modules", "layers_pattern", "layers_to_transform")),
+    **{f"model.lora.{key}": {} for key in ("alpha_pattern", "rank_pattern")},
     "tracking.also": [],
     "tracking.code_diff": False,
 }

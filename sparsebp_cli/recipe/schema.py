@@ -62,9 +62,6 @@ class LoraSection(Section):
         "all-linear",
         description="Names of the linear layers that get adapters. all-linear: all but the output layer, as in peft.",
     )
-    exclude_modules: list[str] | None = Field(
-        None, description="Names of linear layers that get no adapter, although target_modules names them; null: none."
-    )
     use_rslora: bool = Field(
         False, description="Whether to use rank-stabilised LoRA, which scales the update by lora_alpha / sqrt(r)."
     )
@@ -87,26 +84,6 @@ class LoraSection(Section):
     trainable_token_indices: list[CountFromZero] | None = Field(
         None, description="Ids of tokens whose rows of the embedding are trained, beside the adapters; null: none."
     )
-    layers_to_transform: list[CountFromZero] | None = Field(
-        None, description="Numbers of the layers that get adapters, from 0; null: all."
-    )
-    layers_pattern: list[str] | None = Field(
-        None,
-        description="Names of the module lists in which layers_to_transform counts layers; null: the names that peft "
-        "knows.",
-    )
-    rank_pattern: dict[str, PositiveInt] = Field(
-        default_factory=dict, description="Map from a module's name to its rank, for modules whose rank is not r."
-    )
-    alpha_pattern: dict[str, PositiveInt] = Field(
-        default_factory=dict, description="Map from a module's name to its lora_alpha, for modules with another value."
-    )
-
-    @model_validator(mode="after")
-    def _layers_need_names(self) -> Self:
-        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
-            raise ValueError("layers_to_transform needs target_modules as a list, such as [q_proj, v_proj]")
-        return self
 
 
 if TYPE_CHECKING:

@@ -28,14 +28,9 @@ UNSHOWN = {
     **{
         f"model.lora.{name}": "peft's own, of which few people set any: guide, recipes"
         for name in (
-            "alpha_pattern",
             "bias",
-            "exclude_modules",
             "init_lora_weights",
-            "layers_pattern",
-            "layers_to_transform",
             "modules_to_save",
-            "rank_pattern",
             "trainable_token_indices",
             "use_dora",
             "use_rslora",

@@ -53,15 +53,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 OPTIONS |= {name: {"target_modules": ["q_proj", "v_proj"]} for name in ADAPTER_TYPES if name not in OPTIONS}
 LORAS: dict[str, dict[str, Any]] = {
-    "rslora": {"use_rslora": True, "r": 4, "exclude_modules": ["o_proj"]},
+    "rslora": {"use_rslora": True, "r": 4},
     "dora": {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
     "saved whole": {"modules_to_save": ["lm_head"], "target_modules": ["v_proj"]},
-    "one layer": {
-        "layers_to_transform": [1],
-        "target_modules": ["q_proj"],
-        "rank_pattern": {"q_proj": 2},
-        "alpha_pattern": {"q_proj": 4},
-    },
     "biases": {"bias": "all"},
     "tokens": {"trainable_token_indices": [3, 5], "target_modules": ["q_proj"]},
     "pissa": {"init_lora_weights": "pissa", "target_modules": ["q_proj"]},
@@ -239,12 +233,11 @@ def test_an_adapter_that_is_merged_already_is_not_added_again(base: str, tiny_re
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("lora: {r: 2, rank_patern: {}}", "unknown key 'rank_patern'.*did you mean rank_pattern"),
+        ("lora: {r: 2, use_rsLora: true}", "unknown key 'use_rsLora'.*did you mean use_rslora"),
         ("lora: {init_lora_weights: eva}", "model.lora.init_lora_weights: .*gaussian"),
         ("peft: {type: ia4}", "model.peft.type: .*did you mean"),
         ("peft: {type: lora, r: 2}", r"model.peft.type: LoRA has a key for itself: write 'model.lora: \{r: 8"),
         ("peft: {type: ia3, target_module: [q_proj]}", "ia3 takes .*did you mean target_modules"),
-        ("lora: {layers_to_transform: [1]}", "layers_to_transform needs target_modules as a list"),
         ("peft: {type: adalora}", "model.peft.type: "),
         ("lora: {r: 2}, peft: {type: ia3}", "give only one of lora, peft and adapter, got lora and peft"),
     ],
