@@ -65,7 +65,7 @@ def make_tasks(folder: Path) -> Iterator[dict[str, Any]]:
             "dataset": data,
             "policy": [{"name": "uniform", "keep": 0.5}],
             "training": training,
-            "measure": {"eval_batches": 1, "probe_every": None},
+            "measure": {"eval_examples": 4, "probe_every": None},
             "target": {"threads": 1, "device": "cpu"},
         }
 

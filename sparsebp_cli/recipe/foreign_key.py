@@ -132,6 +132,7 @@ ANSWERS = {
     # keys of our earlier versions
     "policy_validation_examples": None,
     "code_diff": "nothing: a plan has the commit and a digest of uncommitted changes",
+    "eval_batches": "measure.eval_examples",
     "weight_column": "the key weight of a message",
     "time_forms": "`backward: {exclude: [GLOB]}` keeps linears dense whose products are slower",
     "also": "nothing: trackers beside MLflow were removed after 0.5, and MLflow has the metrics",

@@ -28,6 +28,7 @@ GONE: dict[str, object] = {
     "backward.time_forms": False,
     "dataset.policy_validation_examples": None,
     "dataset.weight_column": None,
+    "measure.eval_batches": None,
     "measure.independent_examples": None,
     **dict.fromkeys(f"model.lora.{key}" for key in ("exclude_modules", "layers_pattern", "layers_to_transform")),
     **{f"model.lora.{key}": {} for key in ("alpha_pattern", "rank_pattern")},

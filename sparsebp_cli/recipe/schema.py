@@ -611,11 +611,6 @@ class MeasureSection(Section):
         None,
         description="Largest number of validation examples in an evaluation, from the start of the split; null: all.",
     )
-    eval_batches: PositiveInt | None = Field(
-        None,
-        description="Like eval_examples, but counted in training batches. Prefer eval_examples: it does not depend on "
-        "the batch size, so runs with different batch sizes stay comparable. null: all.",
-    )
     test: bool = Field(
         True,
         description="true: evaluate the test split after the last step. false: set the test split aside and do not "
@@ -652,15 +647,6 @@ class MeasureSection(Section):
     warmup_steps: CountFromZero = Field(
         3, description="Number of steps, after each start or resume of a run, that statistics of time leave out."
     )
-
-    @model_validator(mode="after")
-    def _one_size(self) -> Self:
-        if self.eval_examples is not None and self.eval_batches is not None:
-            raise ValueError(
-                f"give only one of eval_examples and eval_batches, got both ({self.eval_examples} and "
-                f"{self.eval_batches}); 'eval_batches: null' removes the base's value"
-            )
-        return self
 
 
 class CheckpointSection(Section):

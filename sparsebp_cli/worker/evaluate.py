@@ -81,13 +81,9 @@ class ExampleLosses:
         self.targets += other.targets[:room]
 
 
-def select_examples(recipe: Recipe, examples: Sequence[EncodedExample], num_ranks: int = 1) -> Sequence[EncodedExample]:
-    """Return the first validation examples, which an evaluation during training reads. Their number depends on the
-    batch size only if the recipe sets ``eval_batches``."""
-    measure = recipe.measure
-    if measure.eval_batches is None:
-        return examples[: measure.eval_examples]
-    return examples[: measure.eval_batches * recipe.training.per_device_train_batch_size * num_ranks]
+def select_examples(recipe: Recipe, examples: Sequence[EncodedExample]) -> Sequence[EncodedExample]:
+    """Return the first validation examples, which an evaluation during training reads."""
+    return examples[: recipe.measure.eval_examples]
 
 
 def evaluation_batches(

@@ -480,8 +480,8 @@ class Training(Restorable):
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on validation, and after the last step also on the test split."""
-        recipe, ranks = self.plan.recipe, self.ranks.count
-        values = self._evaluate_on(select_examples(recipe, self.held_out, ranks), VALIDATION)
+        recipe = self.plan.recipe
+        values = self._evaluate_on(select_examples(recipe, self.held_out), VALIDATION)
         tests = self.is_done and self.test and recipe.measure.test
         return values | (self._evaluate_on(self.test, TEST) if tests else {})
 

@@ -26,7 +26,7 @@ model:
 dataset: {{name: {folder}/text.txt, max_seq_length: 32}}
 policy: [{{name: topk, keep: 0.1, along: rows}}]
 training: {{max_steps: 8, per_device_train_batch_size: 2}}
-measure: {{eval_every: 4, eval_batches: 2, probe_every: 4, warmup_steps: 1}}
+measure: {{eval_every: 4, eval_examples: 8, probe_every: 4, warmup_steps: 1}}
 target: {{threads: 1, device: cpu}}
 """
 

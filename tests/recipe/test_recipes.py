@@ -51,7 +51,6 @@ UNSHOWN = {
     "measure.generate.metrics": "as measure.generate.every",
     "measure.metric": "of generated texts, or what the format has first anyway",
     "measure.test": "set by studies while they tune",
-    "measure.eval_batches": "depends on the batch size; `eval_examples` does not",
     "target.kind": "of the reader's machine",
     "target.threads": "of the reader's machine",
     "target.device": "of the reader's machine",

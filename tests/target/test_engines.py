@@ -458,7 +458,7 @@ TRAINED = {
     "policy": [{"name": "random", "keep": 0.5, "along": "rows"}],
     "backward": {"exclude": ["*lm_head"]},
     "training": {"max_steps": 4, "per_device_train_batch_size": 2},
-    "measure": {"eval_every": 2, "eval_batches": 2, "probe_every": None, "warmup_steps": 1},
+    "measure": {"eval_every": 2, "eval_examples": 8, "probe_every": None, "warmup_steps": 1},
 }
 
 

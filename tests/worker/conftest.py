@@ -63,7 +63,7 @@ def tiny_recipe(tiny_folder: Path) -> Callable[..., Recipe]:
             "model": {"config": LLAMA, "tokenizer": str(tiny_folder / "tokenizer")},
             "dataset": {"name": str(tiny_folder / "text.txt"), "max_seq_length": 16},
             "training": {"max_steps": 10, "learning_rate": 1e-2, "per_device_train_batch_size": 4},
-            "measure": {"eval_every": 5, "eval_batches": 2, "probe_every": None},
+            "measure": {"eval_every": 5, "eval_examples": 8, "probe_every": None},
             "checkpoint": {"every": 4},
             "target": {"threads": 1, "device": "cpu"},
         }

@@ -18,7 +18,7 @@ from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from tests.worker.conftest import start, work
 from tests.worker.test_resume import wait_for
 
-PROBED = {"eval_every": 5, "eval_batches": 2, "probe_every": 5}
+PROBED = {"eval_every": 5, "eval_examples": 8, "probe_every": 5}
 ROWS = [{"name": "random", "keep": 0.5, "along": "rows"}]
 
 

@@ -90,7 +90,7 @@ def test_runs_of_two_batch_sizes_are_compared_on_the_same_examples(tiny_recipe: 
     runs = []
     for batch_size in (4, 2):
         training = {"max_steps": 2, "per_device_train_batch_size": batch_size}
-        measure = {"eval_examples": 6, "eval_batches": None, "fidelity_every": None}
+        measure = {"eval_examples": 6, "fidelity_every": None}
         runs.append(prepared(tiny_recipe(name=f"batch-{batch_size}", training=training, measure=measure)))
         assert work(runs[-1]) == 0, runs[-1].log_file.read_text()
     assert [len(History.load(run.path).examples[2]["loss"]) for run in runs] == [6, 6]
@@ -108,21 +108,16 @@ def test_which_examples_are_evaluated_depends_on_no_batch_size_and_no_ranks(
 ) -> None:
     examples = [EncodedExample(np.full(8, number), np.full(8, number)) for number in range(20)]
     for own_batch in (None, 3):
-        measure = {"eval_examples": 7, "eval_batches": None, "per_device_eval_batch_size": own_batch}
+        measure = {"eval_examples": 7, "per_device_eval_batch_size": own_batch}
         recipe = tiny_recipe(training={"per_device_train_batch_size": batch_size}, measure=measure)
         seen = []
-        chosen = select_examples(recipe, examples, num_ranks)
+        chosen = select_examples(recipe, examples)
         for batch in evaluation_batches(recipe, chosen, 0, num_ranks):
             assert len(batch["labels"]) <= (own_batch or batch_size) * num_ranks
             for rank in range(num_ranks):
                 own, counts = _share(batch, Ranks(rank, num_ranks))
                 seen += own["input_ids"][:, 0].tolist() if counts else []
         assert seen == list(range(7))
-
-
-def test_the_size_of_an_evaluation_is_given_once(tiny_recipe: Any) -> None:
-    with pytest.raises(ValueError, match=r"give only one of eval_examples and eval_batches, got both \(6 and 2\)"):
-        tiny_recipe(measure={"eval_examples": 6})
 
 
 def test_the_test_split_is_read_once_after_the_last_step_and_changes_nothing_else(
@@ -133,7 +128,7 @@ def test_the_test_split_is_read_once_after_the_last_step_and_changes_nothing_els
     for name, count in (("train", 60), ("validation", 12), ("test", 12)):
         rows = "".join(json.dumps({"text": f"{name} {n} the quick brown fox {n * n}"}) + "\n" for n in range(count))
         (data / f"{name}.jsonl").write_text(rows)
-    measure = {"eval_every": 2, "eval_examples": 3, "eval_batches": None, "fidelity_every": None}
+    measure = {"eval_every": 2, "eval_examples": 3, "fidelity_every": None}
     found = []
     for more in ({}, {"test_split": "test"}):
         dataset = {"name": str(data), "eval_split": "validation", "max_seq_length": 16} | more

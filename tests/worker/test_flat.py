@@ -40,7 +40,7 @@ def test_the_worker_gathers_nothing_over_steps_of_changing_shapes(
         policy=[policy],
         dataset={"name": str(tmp_path / "pairs.jsonl"), "format": "completion", "max_seq_length": 40},
         training={"max_steps": at[1]},
-        measure={"eval_every": 6, "eval_batches": 1, "probe_every": 6, "fidelity_every": 6},
+        measure={"eval_every": 6, "eval_examples": 4, "probe_every": 6, "fidelity_every": 6},
     )
     run, found = prepared(recipe), []
     log = Training._log

@@ -55,7 +55,7 @@ def test_a_killed_run_whose_layers_take_turns_resumes_identically(tiny_recipe, p
     ids=["turns", "turns and rows", "top and rows", "checkpointing", "lora"],
 )
 def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, policy, sections) -> None:
-    often = {"probe_every": 1, "fidelity_every": 1, "eval_every": 2, "eval_batches": 2}
+    often = {"probe_every": 1, "fidelity_every": 1, "eval_every": 2, "eval_examples": 8}
     never = often | {"probe_every": None, "fidelity_every": None}
     shared = {"model": {"config": DROPPING}, "policy": policy, "training": {"max_steps": 5}} | sections
     measured, plain = (prepared(tiny_recipe(**shared, measure=measure)) for measure in (often, never))

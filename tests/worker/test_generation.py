@@ -44,7 +44,7 @@ def recipe(tiny_recipe: Any, tmp_path: Path) -> Callable[..., Recipe]:
     def make(**sections: Any) -> Recipe:
         model = {"config": LLAMA | {"attention_dropout": 0.2}}
         training = {"max_steps": 24, "learning_rate": 2e-2}
-        measure = {"eval_every": 12, "eval_batches": None, "fidelity_every": None, "generate": GENERATE}
+        measure = {"eval_every": 12, "eval_examples": None, "fidelity_every": None, "generate": GENERATE}
         given = {"dataset": dataset, "model": model, "training": training, "measure": measure}
         for name, section in sections.items():
             given[name] = given.get(name, {}) | section if isinstance(section, dict) else section  # type: ignore[operator]

@@ -71,7 +71,7 @@ def test_a_regression_is_judged_as_transformers_and_scipy_judge_it(
     tiny_recipe: Any, prepared: Prepare, pairs: Path
 ) -> None:
     dataset = {"name": str(pairs), "format": "regression", "eval_split": "validation", "test_split": "test"} | PAIRS
-    measure = {"eval_every": 5, "eval_batches": None, "fidelity_every": None}
+    measure = {"eval_every": 5, "eval_examples": None, "fidelity_every": None}
     runs = []
     for policy in ("dense", "lossless"):
         recipe = tiny_recipe(

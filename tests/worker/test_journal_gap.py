@@ -48,7 +48,7 @@ def edit_journal(run: RunFolder, keep: Callable[[Record], bool]) -> None:
 @pytest.mark.slow
 def test_a_run_that_goes_on_tells_the_gap_and_writes_no_proof_twice(tiny_recipe, prepared) -> None:
     policy = [{"name": "random", "keep": 0.5, "along": "rows"}]
-    run = prepared(tiny_recipe(policy=policy, measure={"eval_every": 5, "eval_batches": 2, "probe_every": 2}))
+    run = prepared(tiny_recipe(policy=policy, measure={"eval_every": 5, "eval_examples": 8, "probe_every": 2}))
     assert work(run) == 0
     proofs = proofs_of(run)
     edit_journal(run, lambda record: record["kind"] != "end" and record.get("step") != 7)

@@ -27,8 +27,8 @@ GPT2 = {
 }
 DROPPING_LLAMA = LLAMA | {"attention_dropout": 0.2}
 OFTEN = {"probe_every": 1, "fidelity_every": 1, "fidelity_draws": 3}
-OFTEN |= {"eval_every": 1, "eval_batches": 2}
-NEVER = {"probe_every": None, "fidelity_every": None, "eval_every": 1, "eval_batches": 2}
+OFTEN |= {"eval_every": 1, "eval_examples": 8}
+NEVER = {"probe_every": None, "fidelity_every": None, "eval_every": 1, "eval_examples": 8}
 
 
 def _finished(run: RunFolder) -> History:

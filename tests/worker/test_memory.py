@@ -20,7 +20,7 @@ NAMES = [f"memory/step_peak_{part}_bytes" for part in ("weight", "gradient", "op
 @pytest.fixture
 def finished(tiny_recipe, prepared) -> Any:
     def run(**sections: Any) -> tuple[RunFolder, History]:
-        measure = {"probe_every": 100, "fidelity_every": None, "eval_every": 5, "eval_batches": 2}
+        measure = {"probe_every": 100, "fidelity_every": None, "eval_every": 5, "eval_examples": 8}
         measure |= sections.pop("measure", {})
         folder = prepared(tiny_recipe(**sections, measure=measure))
         assert work(folder) == 0, (folder.path / "worker.log").read_text()
@@ -74,7 +74,7 @@ def test_a_watched_run_equals_one_that_is_not_watched(tiny_recipe, prepared, con
     training = {"max_steps": 5, "gradient_accumulation_steps": 2}
     histories, weights = [], []
     for every in (100, None):
-        measure = {"probe_every": every, "fidelity_every": None, "eval_every": 1, "eval_batches": 2}
+        measure = {"probe_every": every, "fidelity_every": None, "eval_every": 1, "eval_examples": 8}
         run = prepared(tiny_recipe(**sections, training=training, measure=measure))
         assert work(run) == 0, (run.path / "worker.log").read_text()
         histories.append(History.load(run.path))

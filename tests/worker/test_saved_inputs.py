@@ -45,7 +45,7 @@ def test_a_killed_run_that_saves_less_resumes_identically(tiny_recipe, prepared,
 
 
 def test_measuring_changes_no_weight_and_no_number_and_sees_the_draws_vary(tiny_recipe, prepared) -> None:
-    often = {"probe_every": 1, "fidelity_every": 1, "fidelity_draws": 3, "eval_every": 2, "eval_batches": 2}
+    often = {"probe_every": 1, "fidelity_every": 1, "fidelity_draws": 3, "eval_every": 2, "eval_examples": 8}
     never = often | {"probe_every": None, "fidelity_every": None}
     shared = {"policy": [ROWS], "training": {"max_steps": 4}}
     measured, plain = (prepared(tiny_recipe(**shared, measure=measure)) for measure in (often, never))

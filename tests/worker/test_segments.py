@@ -18,7 +18,7 @@ from tests.worker.test_training import GPT2, TRAINING, assert_same_weights, plai
 
 DEEP = {"llama": LLAMA | {"num_hidden_layers": 4}, "gpt2": GPT2 | {"n_layer": 4}}
 ROWS = [{"name": "random", "keep": 0.5}]
-PROBING = {"eval_every": 5, "eval_batches": 2, "probe_every": 2, "fidelity_every": 2, "warmup_steps": 1}
+PROBING = {"eval_every": 5, "eval_examples": 8, "probe_every": 2, "fidelity_every": 2, "warmup_steps": 1}
 
 
 def _run(recipe: Recipe, prepared: Callable[[Recipe], RunFolder]) -> tuple[RunFolder, History]:

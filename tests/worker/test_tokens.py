@@ -217,9 +217,9 @@ POLICIES: list[dict[str, Any]] = [
 @pytest.mark.always("tokens-loss", "selective-backprop-")
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p['name']}-{p.get('score', '')}")
 def test_measuring_changes_nothing_and_a_resumed_run_is_the_same(completion, prepared, policy) -> None:
-    quiet = {"eval_every": 5, "eval_batches": 2, "probe_every": None, "fidelity_every": None}
+    quiet = {"eval_every": 5, "eval_examples": 8, "probe_every": None, "fidelity_every": None}
     straight = run_of(completion(policy, measure=quiet), prepared)
-    probed = {"eval_every": 2, "eval_batches": 2, "probe_every": 3, "fidelity_every": 3, "fidelity_draws": 2}
+    probed = {"eval_every": 2, "eval_examples": 8, "probe_every": 3, "fidelity_every": 3, "fidelity_draws": 2}
     measured = prepared(completion(policy, measure=probed, checkpoint={"every": 3}))
     process = start(measured)
     while process.is_alive() and len(values_of(measured, "train/loss")) < 5:
@@ -259,7 +259,7 @@ def test_both_go_with_mixed_precision_adapters_and_checkpointing(completion, pre
         training=TRAINING | {"mixed_precision": "bf16"},
         model={"lora": {"r": 2}},
         backward={"checkpointing": "full"},
-        measure={"eval_every": 4, "eval_batches": 1, "probe_every": 4, "fidelity_every": None},
+        measure={"eval_every": 4, "eval_examples": 4, "probe_every": 4, "fidelity_every": None},
     )
     run = run_of(recipe, prepared)
     assert (run.path / "model" / "adapter" / "adapter_model.safetensors").exists()

@@ -33,7 +33,7 @@ from sparsebp_lab.worth.step_length import TIMES, StepLength, StepShare, share_o
 MakeRecipe = Callable[..., Recipe]
 Prepare = Callable[[Recipe], RunFolder]
 SPELLING = Path(__file__).parents[2] / "docs" / "results" / "exchange" / "spelling.yaml"
-QUIET = {"eval_every": 5, "eval_batches": 2, "probe_every": None, "fidelity_every": None}
+QUIET = {"eval_every": 5, "eval_examples": 8, "probe_every": None, "fidelity_every": None}
 
 
 @pytest.fixture

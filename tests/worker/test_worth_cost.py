@@ -24,7 +24,7 @@ MakeRecipe = Callable[..., Recipe]
 Prepare = Callable[[Recipe], RunFolder]
 Open = Callable[[Recipe], tuple[Training, RunFolder]]
 STEPS, WITHIN, SAMPLE = 16, 0.01, 4
-MEASURE = {"eval_every": STEPS, "eval_batches": 1, "probe_every": STEPS, "fidelity_every": None}
+MEASURE = {"eval_every": STEPS, "eval_examples": 4, "probe_every": STEPS, "fidelity_every": None}
 TRAINING = {"max_steps": STEPS, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
 
 

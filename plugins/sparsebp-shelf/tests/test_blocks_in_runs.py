@@ -51,7 +51,7 @@ def test_a_killed_run_with_dropped_blocks_resumes_identically(tiny_recipe, prepa
 
 
 def test_measuring_a_run_with_dropped_blocks_changes_no_weight_and_no_number(tiny_recipe, prepared) -> None:
-    often = {"probe_every": 1, "fidelity_every": 1, "fidelity_draws": 3, "eval_every": 2, "eval_batches": 2}
+    often = {"probe_every": 1, "fidelity_every": 1, "fidelity_draws": 3, "eval_every": 2, "eval_examples": 8}
     never = often | {"probe_every": None, "fidelity_every": None}
     shared = {"model": {"config": DROPPING}, "policy": [HALF], "training": {"max_steps": 4}}
     measured, plain = (prepared(tiny_recipe(**shared, measure=measure)) for measure in (often, never))

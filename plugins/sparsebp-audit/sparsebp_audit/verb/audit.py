@@ -207,7 +207,6 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
             "fidelity_every": None,
             "eval_every": recipe.training.max_steps,
             "eval_examples": 1,
-            "eval_batches": None,
         }
     )
     checkpoint = recipe.checkpoint.model_copy(update={"every": recipe.training.max_steps})

@@ -17,7 +17,7 @@ from sparsebp_cli.run.metric import Metric
 from sparsebp_lab.study.decisive import find_decisive
 
 Equal = Literal["flops", "steps", "command"]
-SAME_MEASURE = ("eval_examples", "eval_batches", "metric", "generate")  # keys that define what validation measures
+SAME_MEASURE = ("eval_examples", "metric", "generate")  # keys that define what validation measures
 
 
 class JudgedSide(Protocol):

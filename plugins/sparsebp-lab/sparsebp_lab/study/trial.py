@@ -135,7 +135,6 @@ def rehearse(recipe: Recipe, first: Recipe, steps: int = REHEARSED_STEPS) -> Rec
             "fidelity_every": None,
             "eval_every": steps,
             "eval_examples": recipe.training.per_device_train_batch_size,
-            "eval_batches": None,
         }
     )
     dataset = recipe.dataset.model_copy(update={"test_split": None, "test_fraction": None})
