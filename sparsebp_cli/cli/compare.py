@@ -62,7 +62,6 @@ FROM = "Read runs from here: a folder of runs, an archive, or an MLflow store (s
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
 REDUCE = "Which value represents a run: final, best, or mean:K, the mean of the last K evaluations."
 BETTER = "Whether lower or higher values of --metric are better, if its name does not show it."
-GROUP_BY = "Group runs by these recipe keys only, such as policy.name,learning_rate."
 IGNORE = "Ignore these recipe keys when grouping runs, such as output_dir,logging_steps."
 SEED_PARAM = "Name of the parameter that contains the seed, in runs of other programs."
 REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
@@ -101,9 +100,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
     reduce: Annotated[str, typer.Option(metavar="HOW", help=REDUCE)] = "final",
     reach: Annotated[float | None, typer.Option(metavar="VALUE", help=REACH)] = None,
-    group_by: Annotated[
-        str | None, typer.Option("--group-by", metavar="KEY,...", help=GROUP_BY, rich_help_panel=GROUPS)
-    ] = None,
     ignore: Annotated[str | None, typer.Option(metavar="KEY,...", help=IGNORE, rich_help_panel=GROUPS)] = None,
     seed_param: Annotated[
         str | None,
@@ -167,7 +163,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     question = replace(
         _question(metric, baseline, margin, reduce, reach, curves, whole=html is not None),
         better=better.value if better else "",
-        grouping=Grouping.parse(group_by, ignore, seed_param),
+        grouping=Grouping.parse(ignore, seed_param),
     )
     tuning: Sequence[Any] = ()
     if study is None and runs and len(runs) == 1 and _names_study(runs[0], place):

@@ -25,25 +25,19 @@ NOT_THE_RESULT = ("name", "target.", "tracking.", "checkpoint.")  # keys of our 
 class Grouping:
     """The keys that decide which runs form a group."""
 
-    by: tuple[str, ...] = ()  # the only keys of the recipe that decide; empty: all but the seed
     ignore: tuple[str, ...] = ()  # keys that do not decide
     seed: str = ""  # seed parameter of other programs' runs; empty: ``seed``, else ``random_seed``
 
     @classmethod
-    def parse(cls, by: str | None, ignore: str | None, seed: str | None) -> Grouping:
-        """Parse the comma-separated keys of ``--group-by``, ``--ignore`` and ``--seed-param``."""
-        keys = [tuple(key.strip() for key in (text or "").split(",") if key.strip()) for text in (by, ignore)]
-        return cls(keys[0], keys[1], seed or "")
+    def parse(cls, ignore: str | None, seed: str | None) -> Grouping:
+        """Parse the comma-separated keys of ``--ignore``, and the key of ``--seed-param``."""
+        return cls(tuple(key.strip() for key in (ignore or "").split(",") if key.strip()), seed or "")
 
     def apply(self, runs: Sequence[LoadedRun]) -> list[LoadedRun]:
         """Set every run's group, and the seed of other programs' runs. Changed runs are copies. Raise ``UsageError`` if
         no run has a named key."""
-        for option, keys in (
-            ("--group-by", self.by),
-            ("--ignore", self.ignore),
-            ("--seed-param", filter(None, [self.seed])),
-        ):
-            self._check(option, keys, runs)
+        self._check("--ignore", self.ignore, runs)
+        self._check("--seed-param", filter(None, [self.seed]), runs)
         return [self._place(run) for run in runs]
 
     def _check(self, option: str, keys: Iterable[str], runs: Sequence[LoadedRun]) -> None:
@@ -55,28 +49,24 @@ class Grouping:
     def _place(self, run: LoadedRun) -> LoadedRun:
         if run.is_ours:
             kept = {k: v for k, v in run.flat.items() if k != OUR_SEED and not k.startswith(NOT_THE_RESULT)}
-            return replace(run, group=self._hash(kept)) if self.by or self.ignore else run
+            return replace(run, group=self._hash(kept)) if self.ignore else run
         seed = find_seed(run.flat, self.seed)
-        kept = {k: v for k, v in run.flat.items() if k not in {seed, "name"} and (k not in PER_RUN or self._names(k))}
+        kept = {k: v for k, v in run.flat.items() if k not in {seed, "name", *PER_RUN}}
         if set(kept) <= {"tracking.experiment"}:  # only its name identifies it
             kept["name"] = run.name
         return replace(run, seed_key=seed, seed=as_seed(run.flat.get(seed)), group=self._hash(kept))
 
-    def _names(self, path: str) -> bool:
-        return any(_is_named(path, key) for key in self.by)
-
     def _hash(self, flat: Mapping[str, object]) -> str:
-        kept = {k: v for k, v in flat.items() if not any(_is_named(k, key) for key in self.ignore)}
-        return content_hash({k: v for k, v in kept.items() if not self.by or self._names(k)})
+        return content_hash({k: v for k, v in flat.items() if not any(_is_named(k, key) for key in self.ignore)})
 
     def hides(self, run: LoadedRun, path: str) -> bool:
         """Return whether a key of a run is the seed or is ignored, so that it does not distinguish runs."""
-        ignored = (*self.ignore, *(PER_RUN if not run.is_ours and not self._names(path) else ()))
+        ignored = (*self.ignore, *(() if run.is_ours else PER_RUN))
         return path == run.seed_key or any(_is_named(path, key) for key in ignored)
 
     def find_mixed(self, members: Mapping[str, Sequence[LoadedRun]]) -> list[str]:
         """Return a line for each group, by label, whose runs differ in keys that the user chose to ignore."""
-        if not self.by and not self.ignore:
+        if not self.ignore:
             return []
         lines = []
         for label, runs in members.items():
@@ -85,9 +75,7 @@ class Grouping:
             mixed = [p for p in paths if p not in ignored and len({str(run.flat.get(p)) for run in runs}) > 1]
             if mixed:
                 more = f" and {len(mixed) - 5} more" if len(mixed) > 5 else ""
-                lines.append(
-                    f"{label}: its runs differ in {', '.join(mixed[:5])}{more}, which --group-by or --ignore leaves out"
-                )
+                lines.append(f"{label}: its runs differ in {', '.join(mixed[:5])}{more}, which --ignore leaves out")
         return lines
 
 
