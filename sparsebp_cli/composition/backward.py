@@ -58,7 +58,7 @@ class BackwardOptions(BaseModel):
         "graph.",
     )
     exclude: Annotated[list[str], BeforeValidator(_as_list)] = Field(
-        default_factory=list, description="Names of modules that stay dense, as globs, such as lm_head."
+        default_factory=list, description="Modules that stay dense: names or globs, such as lm_head."
     )
     update: Update = Field(
         "deferred",
@@ -73,15 +73,15 @@ class BackwardOptions(BaseModel):
     )
     checkpointing: Annotated[Checkpointing, *FormerToo] = Field(
         "none",
-        description="What the forward keeps for the backward. none: everything that the backward reads. full: only "
-        "the input of each layer; the backward computes every layer again.",
+        description="What the forward stores for the backward. none: everything that the backward reads. full: only "
+        "the input of each layer; the backward recomputes every layer.",
     )
     segments: (
         Annotated[int, Field(ge=1)] | Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)] | None
     ) = Field(
         None,
-        description="Number of parts into which the layers are divided, or the names of each part's first module. The "
-        "forward keeps only the input of each part. The backward computes every part but the last again. null: one "
+        description="Number of parts into which the layers are divided, or the name of each part's first module. The "
+        "forward stores only the input of each part. The backward recomputes every part except the last. null: one "
         "part.",
     )
 

@@ -12,7 +12,7 @@ OWN_LOOP = (
         blame="checkpointing",
     ),
     Rule(
-        "{policy} makes trial passes before a step, which a Trainer cannot; run a recipe, or your own loop with "
+        "{policy} needs trial passes before a step, which a Trainer cannot run; use a recipe, or your own loop with "
         "engine.run_trials",
         policy={"has_trials": (True,)},
         options={"loop": ("trainer",)},
@@ -29,18 +29,18 @@ def make_compiled_rules(shortens: Conditions) -> tuple[Rule, ...]:
     """Return the rules for models that a recipe compiles. Models compiled by the user are refused above or later."""
     return (
         Rule(
-            "{policy} is not supported with {compile}: the forward's computation differs from step to step",
+            "{policy} is not supported with {compile}: the policy changes the forward from step to step",
             policy=shortens,
             options={"compile": (True,)},
         ),
         Rule(
-            "{compile} is not supported at {sites}: the nodes of a compiled graph are hidden",
+            "{compile} is not supported at {sites}: torch.compile hides the nodes of its graph",
             options={"compile": (True,), "sites": ("nodes",)},
             blame="compile",
         ),
         Rule(
-            "{compile} is not supported with {update}: a compiled backward returns all gradients at once, so none is "
-            "freed before the next",
+            "{compile} is not supported with {update}: a compiled backward returns all gradients at once, so no "
+            "gradient can be freed early",
             options={"compile": (True,), "update": ("eager",)},
             blame="compile",
         ),
@@ -62,7 +62,7 @@ def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule,
     """Return the rules for a Trainer. ``chooses`` are the kinds that choose the tokens or examples of the loss."""
     return (
         Rule(
-            "{update} in a transformers.Trainer is not supported: the trainer steps the optimizer itself; built: "
+            "{update} in a transformers.Trainer is not supported: the trainer steps the optimizer itself; use "
             "{update:deferred}",
             options={"update": ("eager",), "loop": ("trainer",)},
             blame="update",
@@ -76,8 +76,8 @@ def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule,
                 "parallelism": "parallelism_config: it shards weights or sequences",
                 "model_parallel": "a model on several devices; DDP works",
                 "data_parallel": "DataParallel over several devices in one process: start one process per device (DDP)",
-                "liger": "use_liger_kernel: its fused loss computes the head's gradient in the forward, where nothing "
-                "can be selected",
+                "liger": "use_liger_kernel: its fused loss computes the head's gradient in the forward, where "
+                "policies cannot select",
             }.items()
         ),
         Rule(f"{_TRAINER}{{lomo}}: it updates weights inside the backward", options={"lomo": GIVEN}, blame="lomo"),
@@ -88,16 +88,15 @@ def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule,
                     "fused_head",
                     (True,),
                     {**chooses, "fits_head": (False,)},
-                    "trl's fused head: the trainer computes the loss from the log-probabilities of all labels, "
-                    "whatever was selected; built: tokens with mode: exact, chosen among all labels of the batch by "
-                    "chance, loss or entropy, without a column of the data; examples chosen without a score of the "
-                    "model",
+                    "trl's fused head, whose loss uses all labels; supported: policies that choose examples without a "
+                    "score, and tokens with mode: exact, chosen from all labels of the batch by chance, loss or "
+                    "entropy, without a data column",
                 ),
                 (
                     "torch_compile",
                     (True,),
                     shortens,
-                    "torch_compile: the forward's computation differs from step to step",
+                    "torch_compile: the policy changes the forward from step to step",
                 ),
                 ("label_smoothing_factor", GIVEN, chooses, f"{{label_smoothing_factor}}, {_READS_LOGITS}"),
             )

@@ -54,7 +54,7 @@ def find_optimizer(name: str) -> OptimizerEntry:
     :class:`UsageError` for an unknown name or a broken plug-in."""
     found = {entry.value: entry for entry in entry_points(group=GROUP).select(name=name)}
     if len(found) > 1:
-        raise UsageError(f"{name!r} is registered more than once, by {' and '.join(sorted(found))}")
+        raise UsageError(f"{name!r} is registered by more than one package: {' and '.join(sorted(found))}")
     for value, entry in found.items():
         try:
             loaded = entry.load()
@@ -63,7 +63,7 @@ def find_optimizer(name: str) -> OptimizerEntry:
                 f"{name!r} is broken: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             ) from None
         if not isinstance(loaded, OptimizerEntry):
-            raise UsageError(f"{name!r} is broken: {value} is no OptimizerEntry")
+            raise UsageError(f"{name!r} is broken: {value} must be an OptimizerEntry")
         return loaded
     if name in REMOVED_OPTIMIZERS:
         raise UsageError(f"{name!r} was removed after 0.5: {REMOVED_OPTIMIZERS[name]}")

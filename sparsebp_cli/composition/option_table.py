@@ -17,19 +17,19 @@ OPTIONS = (
     ),
     Rule(
         "{sites} works in one process, got {processes}",
-        why="A policy cuts the gradients of parameters there before they are summed over the processes.",
+        why="At nodes, a policy cuts the gradients of parameters before the processes sum them.",
         options={"sites": ("nodes",), "processes": SEVERAL, "loop": ("worker",)},
         blame="sites",
     ),
     Rule(
         "{execution} at {sites} works in one process, got {processes}",
-        why="The traversal of the graph in Python runs no hooks, and DDP sums gradients in hooks.",
+        why="SparseBP then traverses the graph in Python, without the hooks in which DDP sums gradients.",
         options={"execution": ("reference",), "sites": ("nodes",), "processes": SEVERAL, "loop": ("own",)},
         blame="execution",
     ),
     Rule(
         "{update} works in one process, got {processes}",
-        why="Gradients are freed before they would be summed over the processes.",
+        why="The engine frees each gradient before the processes could sum it.",
         options={"update": ("eager",), "processes": SEVERAL},
         blame="update",
     ),
@@ -45,19 +45,19 @@ OPTIONS = (
         blame="max_grad_norm",
     ),
     Rule(
-        "{update} needs {eager_clip:parameter}, previous or exact, by which {max_grad_norm} can clip; or "
-        "{max_grad_norm:null}",
+        "{update} with {max_grad_norm} needs {eager_clip:parameter}, previous or exact; {max_grad_norm:null} turns "
+        "clipping off",
         why="The norm of all gradients is not known when the first parameter is updated.",
         options={"update": ("eager",), "eager_clip": ABSENT, "max_grad_norm": GIVEN},
         blame="update",
     ),
     Rule(
-        "{eager_clip} clips nothing: {max_grad_norm}",
+        "{eager_clip} has no effect with {max_grad_norm}: give a number, or leave eager_clip out",
         options={"update": ("eager",), "eager_clip": GIVEN, "max_grad_norm": ABSENT},
         blame="eager_clip",
     ),
     Rule(
-        "{eager_clip} needs two passes over one graph, {sites} supports one",
+        "{eager_clip} needs two backward passes over one graph, but {sites} supports only one",
         options={"eager_clip": ("exact",), "sites": ("nodes",)},
         blame="eager_clip",
     ),
@@ -73,19 +73,20 @@ OPTIONS = (
     ),
     Rule(
         "{segments} is not supported with {sharding}; use {sharding:none}",
-        why="Sharded weights are gathered for each layer's forward only.",
+        why="FSDP2 gathers sharded weights only for the forward of each layer.",
         options={"segments": GIVEN, "sharding": ("fsdp2",)},
         blame="segments",
     ),
     Rule(
-        "{quantization} freezes the weights: train model.lora, model.peft or model.adapter, or leave it out",
+        "{quantization} freezes the weights: also give model.lora, model.peft or model.adapter, or leave quantization "
+        "out",
         options={"quantization": GIVEN, "lora": ABSENT},
         blame="quantization",
     ),
     *(
         Rule(
-            "{peft} with {quantization} is not supported: this method reads the weights as plain numbers; use "
-            "model.lora, or another type",
+            "{peft} with {quantization} is not supported: this method cannot read quantised weights; use model.lora, "
+            "or another type",
             options={"peft": types, "quantization": (quantization,)},
             blame="peft",
         )
@@ -126,13 +127,13 @@ OPTIONS = (
         blame="optim",
     ),
     Rule(
-        "{optim} needs the initial first factor (lora_A) of each adapter: give a policy that freezes *lora_A*, a "
-        "ParameterSelector",
+        "{optim} needs the initial first factor (lora_A) of each adapter: also give the policy frozen with freeze: "
+        "['*lora_A*']",
         options={"optim_of_adapters": (True,), "chooses_parameters": (False,)},
         blame="optim",
     ),
     Rule(
-        "{optim} keeps moments in the projection of an input saver: give a policy that projects features, and set its "
+        "{optim} keeps moments in the projection of a policy: also give a policy that projects features, and set its "
         "option interval",
         options={"optim_of_projections": (True,), "keeps_projections": (False,)},
         blame="optim",

@@ -10,20 +10,20 @@ def make_phase_rules(shortens: Conditions) -> tuple[Rule, ...]:
     return (
         Rule(
             "a schedule of phases needs {sharding:none}, got {sharding:=}",
-            why="Sharding replaces the classes of a model's modules, so no policy can be attached afterwards.",
+            why="Sharding replaces the classes of a model's modules, so the engine cannot attach a policy afterwards.",
             options={"phases": SEVERAL, "sharding": ("fsdp2",)},
             blame="sharding",
         ),
         Rule(
-            "{policy} makes trial passes at a fraction of the whole training, which a schedule of phases does not "
-            "support: leave the schedule out, or give another policy",
+            "{policy} needs trial passes, which a schedule of phases does not support: leave the schedule out, or "
+            "give another policy",
             policy={"has_trials": (True,)},
             options={"phases": SEVERAL},
         ),
         Rule(
             "{policy} in a phase after the first needs {mixed_precision:no}, got {mixed_precision:=}",
-            why="It replaces the forward of the whole model, which autocast has wrapped when the training began: its "
-            "own computation would be outside of autocast.",
+            why="The policy replaces the model's forward. Autocast wrapped the old forward when the training began, "
+            "so the new one would run outside of autocast.",
             policy=shortens,
             options={"is_later_phase": (True,), "mixed_precision": ("bf16",)},
         ),

@@ -44,8 +44,10 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
     broken = f"; {'; '.join(known.problems)}" if known.problems else ""
     return (
         Rule(
-            "{policy}: its class is of no installed kind; a package registers one as an entry point of sparsebp.kinds. "
-            "Installed: " + ", ".join(kind.name for kind in known.kinds) + broken.replace("{", "{{").replace("}", "}}"),
+            "{policy}: its class belongs to no installed kind; a package adds kinds by the entry-point group "
+            "sparsebp.kinds. Installed: "
+            + ", ".join(kind.name for kind in known.kinds)
+            + broken.replace("{", "{{").replace("}", "}}"),
             policy={"kind": ("",)},
         ),
         Rule(
@@ -78,7 +80,7 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
             options={"update": ("eager",)},
         ),
         Rule(
-            "{policy} sets learning rates, which {update} reads before the backward; use {update:deferred}",
+            "{policy} sets learning rates, but {update} reads them before the backward; use {update:deferred}",
             policy={"sets_rates": (True,)},
             options={"update": ("eager",)},
         ),

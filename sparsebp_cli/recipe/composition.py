@@ -54,7 +54,10 @@ def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -
     yield from find_unmeasured(recipe)
     for limit in ("max_cost", "max_flops"):
         if getattr(recipe.training, limit) is not None and recipe.measure.probe_every is None:
-            yield FieldError(("training", limit), "needs measure.probe_every: only probes count the FLOPs of a step")
+            yield FieldError(
+                ("training", limit),
+                "needs measure.probe_every, because only probes count the FLOPs of a step; got null",
+            )
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
@@ -142,9 +145,9 @@ def _find_arguments(recipe: Recipe) -> Iterator[FieldError]:
         return
     for name in training.optim_args:
         if name == "lr":
-            text = "give training.learning_rate instead"
+            text = "not an option here; set training.learning_rate instead"
         elif name not in known:
-            text = f"{training.optim} takes {', '.join(known)}{did_you_mean(name, known)}"
+            text = f"not an argument of {training.optim}; allowed: {', '.join(known)}{did_you_mean(name, known)}"
         else:
             continue
         yield FieldError(("training", "optim_args", name), text, "unknown")

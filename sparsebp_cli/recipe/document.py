@@ -65,8 +65,8 @@ NO_COLON = "a key without ':', or wrong indentation"
 
 # Translations of PyYAML's messages for the author of a recipe.
 _MESSAGES = (
-    (r"found character '\\t'", "a tab cannot indent; use spaces"),
-    (r"mapping values are not allowed", "a ':' is not allowed here: wrong indentation, or a text that needs quotes"),
+    (r"found character '\\t'", "indented with a tab; use spaces"),
+    (r"mapping values are not allowed", "a ':' is not allowed here: correct the indentation, or quote the text"),
     (r"could not find expected ':'", NO_COLON),
     (r"<document start>", "wrong indentation: the keys of a recipe start at the same column"),
     (r"expected <block end>, but found '<scalar>'", "text after a closing quote: put the whole value in quotes"),

@@ -48,7 +48,7 @@ def declare_generated(recipe: Recipe) -> dict[str, Metric]:
                 full = f"{prefix}{figure}"
                 if full in METRICS or full in found:
                     raise UsageError(
-                        f"metric {name!r} would log {figure}, but another metric of this run logs it: leave one out"
+                        f"two metrics of this run log {figure}, {name!r} and another: leave one of them out"
                     )
                 found[full] = Metric(full, declared.unit, declared.better)
     return found
@@ -71,7 +71,7 @@ def find_unmeasured(recipe: Recipe) -> Iterator[FieldError]:
         yield FieldError(("measure", "generate"), f"needs dataset.format: completion or chat, got {got}")
         return
     if generate is not None and options.get("sharding", "none") != "none":
-        text = "needs target.sharding: none, got fsdp2, which leaves no process with the whole model"
+        text = "needs target.sharding: none, got fsdp2, with which no process has the whole model"
         yield FieldError(("measure", "generate"), text)
         return
     try:

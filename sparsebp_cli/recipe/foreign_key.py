@@ -10,7 +10,7 @@ ANSWERS = {
     # how long
     "epochs": "training.num_train_epochs",
     "num_epochs": "training.num_train_epochs",
-    "early_stopping": "training.early_stopping_patience, with checkpoint.keep_best,",
+    "early_stopping": "training.early_stopping_patience, with checkpoint.keep_best",
     "early_stopping_threshold": None,
     "steps": "training.max_steps",
     "num_steps": "training.max_steps",
@@ -25,7 +25,7 @@ ANSWERS = {
     "momentum": "training.optim_args: {momentum: 0.9}",
     "scheduler": "training.lr_scheduler_type",
     "lr_scheduler": "training.lr_scheduler_type",
-    "min_lr": "training.lr_scheduler_type: cosine_with_min_lr, with lr_scheduler_kwargs: {min_lr: 1e-6},",
+    "min_lr": "training.lr_scheduler_type: cosine_with_min_lr, with lr_scheduler_kwargs: {min_lr: 1e-6}",
     "warmup": "training.warmup_steps, or training.warmup_ratio",
     "clip_grad_norm": "training.max_grad_norm",
     "gradient_clipping": "training.max_grad_norm",
@@ -62,13 +62,13 @@ ANSWERS = {
     "eval_strategy": "measure.eval_every",
     "evaluation_strategy": "measure.eval_every",
     "logging_steps": "nothing: every step is logged",
-    "logging_dir": "nothing: every run has a folder of its own; `sparsebp show` prints it",
-    "output_dir": "nothing: every run has a folder of its own, with the trained model; `sparsebp show` prints it",
+    "logging_dir": "nothing: every run has its own folder; `sparsebp show` prints its path",
+    "output_dir": "nothing: every run has its own folder, with the trained model; `sparsebp show` prints its path",
     "overwrite_output_dir": "nothing: every run has a folder of its own",
     "save_steps": "checkpoint.every",
     "save_strategy": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
-    "resume_from_checkpoint": "`sparsebp resume RUN`",
+    "resume_from_checkpoint": "`sparsebp resume RUN` continues a run",
     "report_to": "tracking.uri",
     "run_name": "name",
     "load_best_model_at_end": "checkpoint.keep_best: eval/loss",
@@ -77,15 +77,15 @@ ANSWERS = {
     "wandb_project": "tracking.uri",
     "evals_per_epoch": "measure.eval_every",
     "saves_per_epoch": "checkpoint.every",
-    "plot_loss": "nothing: every report draws it",
+    "plot_loss": "nothing: every report plots the loss",
     # the data
-    "datasets": "dataset.name (one set of data)",
+    "datasets": "dataset.name (only one dataset)",
     "dataset_name": "dataset.name",
     "dataset_config": "dataset.subset",
     "dataset_dir": "dataset.name (a path)",
     "dataset_train_split": "dataset.split",
     "dataset_test_split": "dataset.eval_split",
-    "dataset_prepared_path": "nothing: data are tokenised at each start",
+    "dataset_prepared_path": "nothing: a run tokenises its data at each start",
     "template": "dataset.chat_template",
     "max_length": "dataset.max_seq_length",
     "max_seq_len": "dataset.max_seq_length",
@@ -104,12 +104,12 @@ ANSWERS = {
     "dataset_text_field": "dataset.text_column",
     "chat_template_path": "dataset.chat_template",
     # the model
-    "_component_": "nothing: a recipe names no Python classes",
-    "adapter": "model.lora, or for one that was trained before model.adapter,",
+    "_component_": "nothing: recipes do not name Python classes",
+    "adapter": "model.lora for a new adapter, or model.adapter for a trained adapter",
     "checkpointer": "model.name",
-    "do_train": "nothing: a recipe is for training",
+    "do_train": "nothing: every recipe trains",
     "do_eval": "measure.eval_every",
-    "finetuning_type": "model.lora, or leaving it out (full),",
+    "finetuning_type": "model.lora (without it, all weights are trained)",
     "flash_attention": "model.attention: flash_attention_2",
     "stage": "dataset.format",
     "use_peft": "model.lora",
@@ -127,16 +127,16 @@ ANSWERS = {
     "peft_use_rslora": "model.lora.use_rslora",
     "load_in_4bit": "model.quantization: {type: nf4}",
     "load_in_8bit": "model.quantization: {type: int8}",
-    "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or fp4,",
+    "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or {type: fp4}",
     "quantization_config": "model.quantization: {type: nf4}",
     # keys of our earlier versions
     "policy_validation_examples": None,
     "code_diff": "nothing: a plan has the commit and a digest of uncommitted changes",
     "eval_batches": "measure.eval_examples",
     "weight_column": "the key weight of a message",
-    "time_forms": "`backward: {exclude: [GLOB]}` keeps linears dense whose products are slower",
-    "also": "nothing: trackers beside MLflow were removed after 0.5, and MLflow has the metrics",
-    "quantization_bit": "model.quantization: {type: nf4}, or int8,",
+    "time_forms": "`backward: {exclude: [GLOB]}` keeps linear layers dense",
+    "also": "nothing: MLflow has the metrics, and trackers other than MLflow were removed after 0.5",
+    "quantization_bit": "model.quantization: {type: nf4}, or {type: int8}",
 }
 
 
@@ -147,4 +147,6 @@ def answer(key: str) -> str | None:
     instead = ANSWERS[key]
     if instead is None:
         return "recipes have no equivalent key"
-    return f"in a recipe, {instead}" + ("" if instead.startswith(("nothing", "`")) else " does it")
+    if instead.startswith("nothing: "):
+        return f"recipes do not need this key: {instead.removeprefix('nothing: ')}"
+    return f"instead, {instead}" if instead.startswith("`") else f"in a recipe, write {instead}"

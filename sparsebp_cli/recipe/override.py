@@ -25,7 +25,7 @@ def apply_override(tree: Node, change: str) -> Node:
     if bool(equals) == deletes or not all(parts) or not key.isprintable() or len(parts) > DEEPEST:
         raise place.error("must be KEY=VALUE or ~KEY, with a dotted key such as training.max_steps")
     if parts[0] == "base":
-        raise place.error("base can be set only in the recipe's file, not with --set")
+        raise place.error("set base in the recipe's file; --set cannot change it")
     if deletes:
         return _delete(tree, parts, 0, place)
     node = read_document(value, place.file, parts) or Node(None, place)
@@ -97,10 +97,10 @@ def _read_index(items: Sequence[Node], parts: Sequence[str], depth: int, place: 
         return int(part)
     count = f"{here} is a list of {len(items)}"
     if re.fullmatch("[0-9]+", part, re.ASCII):
-        allowed = f"an index in [0, {last}]" if last >= 0 else "nothing to delete"
+        allowed = f"an index in [0, {last}]" if last >= 0 else "none, because the list is empty"
         raise place.error(f"{count}: got index {shorten(part)}, allowed: {allowed}")
     better = ".".join([here, "0", *parts[depth:]])
-    raise place.error(f"{count}, so give the index of an item after it; did you mean {shorten(better)}?")
+    raise place.error(f"{count}: write the index of an item after it; did you mean {shorten(better)}?")
 
 
 MOST_SEEDS = 1000

@@ -52,7 +52,7 @@ class LoraSection(Section):
     r: PositiveInt = Field(8, description="Rank of the adapters.")
     lora_alpha: PositiveInt = Field(
         16,
-        description="Scale of the adapters. Their output is multiplied by lora_alpha / r, or with use_rslora by "
+        description="Scale of the adapters. The factor of their output is lora_alpha / r. With use_rslora, it is "
         "lora_alpha / sqrt(r).",
     )
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
@@ -60,29 +60,29 @@ class LoraSection(Section):
     )
     target_modules: list[str] | Literal["all-linear"] = Field(
         "all-linear",
-        description="Names of the linear layers that get adapters. all-linear: all but the output layer, as in peft.",
+        description="Names of the linear layers that get adapters. all-linear: all except the output layer, as in "
+        "peft.",
     )
     use_rslora: bool = Field(
-        False, description="Whether to use rank-stabilised LoRA, which scales the update by lora_alpha / sqrt(r)."
+        False, description="true: use rank-stabilised LoRA, which scales the update by lora_alpha / sqrt(r)."
     )
-    use_dora: bool = Field(
-        False, description="Whether to use DoRA, which trains the magnitude of each output separately."
-    )
+    use_dora: bool = Field(False, description="true: use DoRA, which trains the magnitude of each output separately.")
     init_lora_weights: bool | Literal["gaussian", "olora", "orthogonal", "pissa"] = Field(
         True,
-        description="How adapters are initialised, as in peft. olora and pissa change the base weights, so the saved "
-        "model is merged.",
+        description="How peft initialises the adapters. olora and pissa change the base weights, so SparseBP saves "
+        "the merged model.",
     )
     bias: Literal["none", "all", "lora_only"] = Field(
-        "none", description="Biases to train. none: none. all: all. lora_only: those of layers with adapters."
+        "none",
+        description="Biases to train. none: no biases. all: all biases. lora_only: the biases of layers with adapters.",
     )
     modules_to_save: list[str] | None = Field(
         None,
-        description="Names of modules, such as lm_head, whose weights are all trained, in addition to the adapters. "
+        description="Names of modules, such as lm_head, that are trained completely, in addition to the adapters. "
         "null: only a new classification head.",
     )
     trainable_token_indices: list[CountFromZero] | None = Field(
-        None, description="Ids of tokens whose rows of the embedding are trained, beside the adapters; null: none."
+        None, description="Ids of tokens whose embeddings are trained, in addition to the adapters. null: none."
     )
 
 
@@ -109,16 +109,14 @@ class PeftSection(BaseModel):
     @classmethod
     def _options_are_known(cls, given: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(given, dict) and given.get("type") == "lora":
-            raise _error_at(
-                ("type",), "lora", "LoRA has a key for itself: write 'model.lora: {r: 8, ...}', without a type"
-            )
+            raise _error_at(("type",), "lora", "LoRA has its own key: write 'model.lora: {r: 8, ...}', without a type")
         section = handler(given)
         known = find_adapter_options(str(section.type))
         if not known:
             raise _error_at(("type",), section.type, f"the installed version of peft has no method {section.type}")
         for key in section.options:
             if key not in known:
-                text = f"{section.type} takes {', '.join(known)}{did_you_mean(key, known)}"
+                text = f"not an option of {section.type}; allowed: {', '.join(known)}{did_you_mean(key, known)}"
                 raise _error_at((key,), section.options[key], text)
         return section
 
@@ -132,11 +130,9 @@ class QuantizationSection(Section):
             "is not quantised."
         )
     )
-    bnb_4bit_use_double_quant: bool = Field(
-        False, description="For nf4 and fp4: whether the scales are quantised as well."
-    )
+    bnb_4bit_use_double_quant: bool = Field(False, description="For nf4 and fp4. true: quantise the scales, too.")
     bnb_4bit_compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="For nf4 and fp4: type in which matrices are multiplied; null: model.dtype."
+        None, description="For nf4 and fp4: data type of matrix products. null: model.dtype."
     )
 
     @property
@@ -157,7 +153,7 @@ class ModelSection(Section):
 
     name: str | None = Field(
         None,
-        description="Hub id, local folder, name of an installed model, or package:PACKAGE/FOLDER. The weights must be "
+        description="Hub id, local folder, name of an installed model, or package:PACKAGE/FOLDER. Weights must be in "
         "safetensors files.",
     )
     config: dict[str, object] | None = Field(
@@ -166,40 +162,40 @@ class ModelSection(Section):
         "model_type.",
     )
     tokenizer: str | None = Field(
-        None, description="Hub id, folder or name of the tokenizer; null: the tokenizer of the model."
+        None, description="Hub id, folder or name of the tokenizer. null: the model's own tokenizer."
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of the model on the hub; null: the newest commit."
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type of the weights. With bfloat16, the whole training computes in bfloat16."
+        "float32", description="Data type of the weights. With bfloat16, the whole training computes in bfloat16."
     )
     attention: str = Field(
         "sdpa",
-        description="transformers' attention implementation: sdpa or eager. On CUDA also flex_attention. On CUDA, if "
-        "the package is installed, also flash_attention_2, flash_attention_3 or kernels-community/NAME.",
+        description="Attention implementation of transformers. On every device: sdpa, eager. On CUDA: flex_attention. "
+        "On CUDA with its package installed: flash_attention_2, flash_attention_3, kernels-community/NAME.",
     )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
-        None, description="Probability of all dropouts of the model; null: the probabilities in the model's config."
+        None, description="Probability of every dropout in the model. null: the probabilities in the model's config."
     )
     float8: Literal["emulated", "native"] | None = Field(
         None,
-        description="Multiply the linear layers in float8, by torchao. native: on a GPU with float8 units. emulated: "
-        "with the same rounding, on any device. null: no float8. The output layer and adapters keep their type.",
+        description="Compute linear layers in float8, by torchao. native: on a GPU with float8 units. emulated: the "
+        "same rounding, on any device. null: no float8. The output layer and adapters keep their data type.",
     )
     quantization: QuantizationSection | None = Field(
         None,
-        description="Load the linear layers quantised. They stay frozen, so lora, peft or adapter is needed. The "
-        "saved model is merged and not quantised. null: load the model as its files say.",
+        description="Load the linear layers quantised. They stay frozen, so give lora, peft or adapter, too. The "
+        "saved model is merged and not quantised. null: load the model's files unchanged.",
     )
     lora: LoraSection | None = Field(None, description="Train only low-rank adapters (LoRA). null: no adapters.")
     peft: PeftSection | None = Field(
-        None, description="Train only the weights that another peft method adds. null: none."
+        None, description="Train only the weights that another method of peft adds. null: no such method."
     )
     adapter: str | None = Field(
         None,
-        description="Folder of a peft adapter, or of a run's model with an adapter, to train further. model.name must "
-        "be the adapter's base model. null: none.",
+        description="Folder of a trained adapter, to continue its training: a peft adapter, or the model of a run. "
+        "Set name to its base model. null: none.",
     )
 
     @field_validator("attention")
@@ -222,26 +218,26 @@ class ModelSection(Section):
             raise ValueError(f"give only one of lora, peft and adapter, got {' and '.join(given)}")
         if self.quantization is not None and self.name is None:
             raise ValueError(
-                "quantization needs a trained model: give model.name. model.config would give random weights"
+                "quantization needs a trained model: give model.name, since model.config makes random weights"
             )
         if self.quantization is not None and self.lora is not None and self.lora.init_lora_weights in CHANGES_BASE:
             raise ValueError(
                 f"lora.init_lora_weights: {self.lora.init_lora_weights} changes the base weights, but quantised "
-                "weights cannot change; use true, gaussian or orthogonal"
+                "weights cannot change; allowed: true, gaussian, orthogonal"
             )
         if self.adapter is not None and self.name is None:
             raise ValueError(
-                "adapter needs the base model that it was trained on: give model.name. model.config would give "
+                "adapter needs the base model that it was trained on: give model.name, since model.config makes "
                 "random weights"
             )
         if self.name is None and self.config is None:
-            raise ValueError("give either name, or config for a model with random weights")
+            raise ValueError("the model is missing: give name, or give config for a model with random weights")
         if self.name is not None and self.config is not None:
             raise ValueError("give either name or config, not both")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("config needs the key model_type, such as llama")
         if self.config is not None and self.tokenizer is None:
-            raise ValueError("a model from config has no tokenizer: give model.tokenizer, too")
+            raise ValueError("a model from config has no tokenizer: also give model.tokenizer")
         return self
 
 
@@ -254,40 +250,40 @@ class DatasetSection(Section):
     name: str = Field(
         description="Hub id, local file or folder, name of an installed dataset, or package:PACKAGE/FILE."
     )
-    subset: str | None = Field(None, description="Name of the dataset's configuration (subset) on the hub; null: none.")
+    subset: str | None = Field(None, description="Name of the dataset's subset (configuration) on the hub. null: none.")
     revision: str | None = Field(
         None, description="Branch, tag or commit of the dataset on the hub; null: the newest commit."
     )
     format: Literal["text", "completion", "chat", "classification", "regression"] = Field(
         "text",
-        description="What a row contains. text: a text; texts are packed into blocks. completion: a prompt, which is "
-        "not trained on, and a completion. chat: a list of messages with roles. classification: a text or a pair of "
-        "texts, and a label. regression: the same with a number.",
+        description="Content of a row. text: a text; SparseBP packs texts into blocks. completion: a prompt and a "
+        "completion; only the completion is trained. chat: messages with roles. classification: one or two texts, and "
+        "a label. regression: one or two texts, and a number.",
     )
     max_seq_length: Annotated[int, Field(ge=8)] = Field(128, description="Largest number of tokens of an example.")
     split: str = Field("train", description="Name of the split for training.")
     eval_split: str | None = Field(
-        None, description="Name of the split for validation; null: use eval_fraction of the training split."
+        None, description="Name of the split for validation. null: use a part of the training split (eval_fraction)."
     )
     eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.1, description="Fraction of the training split that is used for validation if eval_split is null."
+        0.1, description="If eval_split is null: fraction of the training split that is used for validation."
     )
     held_out: Literal["drawn", "tail"] | None = Field(
         None,
-        description="Which rows eval_fraction selects. drawn: by a hash of their text or prompt, so that equal rows "
-        "stay together. tail: the end of the split. null: tail for packed text, otherwise drawn.",
+        description="Which rows eval_fraction selects. drawn: rows by a hash of their text or prompt, so equal rows "
+        "stay together. tail: the last rows. null: drawn, or tail for format text without group_column.",
     )
     group_column: str | None = Field(
         None,
-        description="Column that names the document of a row. All rows of one document then go either to training or "
-        "to validation. null: none.",
+        description="Column with the name of a row's document. SparseBP never divides a document between training and "
+        "validation. null: none.",
     )
     test_split: str | None = Field(
-        None, description="Split of test data, which a run evaluates only once, after the last step. null: none."
+        None, description="Split of test data. A run evaluates it once, after the last step. null: none."
     )
     test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
-        description="Instead of test_split: fraction of the validation rows that becomes test data. The training data "
+        description="Instead of test_split: fraction of the validation rows to use as test data. The training data "
         "stay the same. null: none.",
     )
     text_column: str = Field(
@@ -295,7 +291,7 @@ class DatasetSection(Section):
     )
     text_pair_column: str | None = Field(
         None,
-        description="Column of the second texts, for classification or regression of pairs of texts; null: single "
+        description="Column of the second texts, for classification or regression of pairs of texts. null: no second "
         "texts.",
     )
     prompt_column: str = Field(
@@ -304,38 +300,37 @@ class DatasetSection(Section):
     completion_column: str = Field("completion", description="Column of completions, for format completion.")
     columns: dict[str, str | list[str]] = Field(
         default_factory=dict,
-        description="For format chat: other names in the data. If a column contains lists of messages: messages and "
-        "tools are columns, role and content keys of a message, and system, user, assistant and tool values of role. "
-        "Otherwise, system, user and assistant are columns. A list of columns is joined by empty lines: {user: "
-        "[instruction, input], assistant: output}.",
+        description="For format chat: names in your data. With a column of messages: messages and tools name columns, "
+        "role and content name keys of a message, system, user, assistant and tool name roles. Without: system, user "
+        "and assistant name columns. An empty line joins several columns: {user: [instruction, input], assistant: "
+        "output}.",
     )
     chat_template: str | None = Field(
         None,
-        description="For data with messages: file of a Jinja chat template, whose text is stored with the run. null: "
-        "the tokenizer's own template.",
+        description="For data with messages: file of a Jinja chat template. The run stores its text. null: the "
+        "tokenizer's own template.",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
-        description="For format chat: the messages that are trained on. assistant: all assistant messages. last: only "
-        "the last assistant message. all: all messages. If a message has a key weight, its loss is multiplied by this "
-        "weight.",
+        description="For format chat: the messages to train on. assistant: all assistant messages. last: the last "
+        "assistant message. all: all messages. The key weight of a message multiplies its loss.",
     )
     completion_only_loss: bool = Field(
         True,
-        description="For format completion: leave prompts out of the training loss. Evaluations never count prompts.",
+        description="For format completion. true: the training loss leaves out prompts. Evaluations always leave out "
+        "prompts.",
     )
     label_column: str = Field(
         "label",
-        description="Column of labels. For classification they are names, whole numbers or booleans, for regression "
-        "numbers.",
+        description="Column of labels. For classification: names, whole numbers or booleans. For regression: numbers.",
     )
     max_examples: PositiveInt | None = Field(
-        None, description="Largest number of rows that are read from each split, from its start. null: all."
+        None, description="Largest number of rows to read from the start of each split. null: all."
     )
     max_train_examples: PositiveInt | None = Field(
         None,
-        description="Largest number of training examples, from the start; for packed text, number of blocks. "
-        "Validation and test data stay the same. null: all.",
+        description="Largest number of training examples, from the start. For format text: of blocks. Validation and "
+        "test data stay the same. null: all.",
     )
 
     @field_validator("columns")
@@ -343,13 +338,16 @@ class DatasetSection(Section):
     def _columns_are_known(cls, columns: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
         for key, value in columns.items():
             if key not in CHAT_PARTS:
-                raise ValueError(
-                    f"{key} is not allowed, allowed: {', '.join(CHAT_PARTS)}{did_you_mean(key, CHAT_PARTS)}"
-                )
+                raise ValueError(f"unknown key {key}; allowed: {', '.join(CHAT_PARTS)}{did_you_mean(key, CHAT_PARTS)}")
             if isinstance(value, list) and ("messages" in columns or key not in ("system", "user", "assistant")):
-                raise ValueError(f"{key}: must be one name here, got a list")
+                raise ValueError(
+                    f"{key}: must be one name, got a list; lists are allowed only for system, user and assistant, "
+                    "without messages"
+                )
         if "messages" not in columns and ("user" in columns) != ("assistant" in columns):
-            raise ValueError("if user and assistant name columns, give both; if they name roles, give messages as well")
+            raise ValueError(
+                "got only one of user and assistant: give both to name columns; to name roles, also give messages"
+            )
         return columns
 
     @property
@@ -420,18 +418,19 @@ class PhaseSection(Section):
     """A part of the training with its own policies."""
 
     until: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
-        None, description="Fraction of training.max_steps at which the phase ends. The last phase has no until."
+        None,
+        description="Fraction of training.max_steps at which the phase ends, such as 0.5. The last phase has no until.",
     )
     policy: list[PolicyEntry] = Field(
-        description="Policies of this phase, written like policy in a recipe without phases; empty: dense."
+        description="Policies of this phase, written as in the key policy of a recipe. Empty: dense."
     )
 
 
 def _refuse_float16(value: object) -> object:
     if value == "fp16":
         raise ValueError(
-            "got 'fp16', allowed: no, bf16; float16 needs a loss scaler, which skips steps that overflow, and recipes "
-            "have none; your own loop may have one (guide, library)"
+            "got 'fp16', allowed: no, bf16; recipes have no loss scaler, which float16 needs; for float16, write your "
+            "own loop (guide, library)"
         )
     return value
 
@@ -452,29 +451,29 @@ class TrainingSection(Section):
     max_steps: PositiveInt = Field(200, description="Number of optimizer steps.")
     num_train_epochs: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Instead of max_steps: number of passes over the training examples. SparseBP counts the examples "
-        "before the run starts, and sets max_steps. So the data must be on this machine.",
+        description="Instead of max_steps: number of passes over the training examples. SparseBP computes max_steps "
+        "before the run starts, so the data must be on this machine.",
     )
     early_stopping_patience: PositiveInt | None = Field(
         None,
         description="Finish the run after this many evaluations in a row without a new best value of "
-        "checkpoint.keep_best. The learning rate still follows the schedule of max_steps. null: no early stop.",
+        "checkpoint.keep_best. The learning rate keeps the schedule for max_steps. null: no early stop.",
     )
     max_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Finish the run when its steps took this many seconds in all, or at max_steps if that comes "
-        "first. Measurements and checkpoints do not count. Time before a resume counts. The learning rate still "
-        "follows the schedule of max_steps. null: no limit.",
+        description="Finish the run when all steps together took this many seconds, at the latest after max_steps. "
+        "Measurements and checkpoints do not count. Steps before a resume count. The learning rate keeps the schedule "
+        "for max_steps. null: no limit.",
     )
     max_cost: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Like max_seconds, but a limit on the FLOPs of forward, backward and update. The unit is the mean "
-        "FLOPs of a dense step on the run's own batches. null: no limit.",
+        description="Like max_seconds, but limits the FLOPs of forward, backward and update. 100: as many FLOPs as "
+        "100 dense steps on the run's batches. null: no limit.",
     )
     max_flops: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Like max_cost, but in FLOPs, so that the limit does not depend on the batches. Studies set it as "
-        "their budget. null: no limit.",
+        description="Like max_cost, but in FLOPs, so the limit does not depend on the batches. A study sets it to its "
+        "budget. null: no limit.",
     )
     learning_rate: Annotated[float, Field(gt=0.0)] = Field(
         3e-4, description="Largest learning rate, which the schedule reaches after the warm-up."
@@ -483,22 +482,23 @@ class TrainingSection(Section):
         8, description="Number of examples in a forward pass of a process."
     )
     gradient_accumulation_steps: PositiveInt = Field(
-        1, description="Number of forward passes whose gradients make an optimizer step."
+        1, description="Number of forward and backward passes in an optimizer step."
     )
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(
-        1.0, description="Largest norm of the gradient. A larger gradient is scaled down to it. null: do not clip."
+        1.0,
+        description="Largest norm of the gradient. A larger gradient is scaled down to this norm. null: do not clip.",
     )
     optim: str = Field(
         "adamw",
-        description="The optimizer: a name of the entry-point group sparsebp.optimizers, such as apollo, or a class "
-        "of torch.optim in lower case, such as adamw.",
+        description="Optimizer: a class of torch.optim in lower case, such as adamw, or a name in the entry-point "
+        "group sparsebp.optimizers, such as apollo.",
     )
     weight_decay: Annotated[float, Field(ge=0.0)] | None = Field(
         None, description="Weight decay; null: the optimizer's default."
     )
     weight_decay_of: Literal["all", "matrices"] | None = Field(
         None,
-        description="Which trained parameters get weight decay. matrices: all but norms and biases, as in "
+        description="Which trained parameters get weight decay. matrices: all except norms and biases, as in "
         "transformers.Trainer. all or null: all.",
     )
     optim_args: dict[str, object] = Field(
@@ -516,30 +516,31 @@ class TrainingSection(Section):
     ] = Field("linear", description="Schedule of the learning rate, by its name in transformers.")
     lr_scheduler_kwargs: dict[str, float] | None = Field(
         None,
-        description="Arguments of the schedule, by their names in transformers, such as num_cycles of cosine or "
-        "min_lr of cosine_with_min_lr.",
+        description="Arguments of the schedule, by their names in transformers. Examples: num_cycles for cosine, "
+        "min_lr for cosine_with_min_lr.",
     )
     warmup_steps: CountFromZero = Field(
         0, description="Number of steps in which the learning rate rises from 0 to learning_rate."
     )
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
-        None, description="Instead of warmup_steps: the warm-up as a fraction of max_steps, rounded up to whole steps."
+        None,
+        description="Instead of warmup_steps: warm-up as a fraction of max_steps, rounded up to a whole step.",
     )
     mixed_precision: Annotated[Literal["no", "bf16"], BeforeValidator(_refuse_float16)] = Field(
         "no",
-        description="bf16: run the forward under autocast to bfloat16; the weights keep their type. no: no autocast. "
-        "float16 is not supported, because it needs a loss scaler.",
+        description="bf16: run the forward under autocast to bfloat16; the weights keep their data type. no: no "
+        "autocast. float16 is not supported.",
     )
     compile: bool = Field(
         False,
-        description="Whether to compile the model with torch.compile for training steps. It needs a C++ compiler, or "
-        "Triton on a GPU. Evaluations, probes and other measurements run uncompiled, so probes measure the time "
-        "without compilation. The memory of steps is not traced.",
+        description="true: compile the model with torch.compile for training steps. Needs a C++ compiler, or Triton "
+        "on a GPU. Evaluations and probes run uncompiled, so probes time the uncompiled model. The memory of steps is "
+        "not traced.",
     )
     group_by: Literal["length", "prefix"] | None = Field(
         None,
-        description="Form batches of similar examples, which changes the order of the data. length: of similar "
-        "length. prefix: with the same first 16 tokens. null: a random order.",
+        description="Put similar examples into one batch, which changes the order of the data. length: of similar "
+        "length. prefix: with the same first 16 tokens. null: random order.",
     )
     seed: CountFromZero = Field(0, description="Seed of the data order, dropout, new adapters and random policies.")
 
@@ -570,8 +571,11 @@ class TrainingSection(Section):
         known = SCHEDULE_ARGUMENTS.get(kind, ())
         for name, value in given.items():
             if name not in known:
-                takes = ", ".join(known) or "no arguments"
-                raise ValueError(f"lr_scheduler_kwargs.{name}: {kind} takes {takes}{did_you_mean(name, known)}")
+                allowed = ", ".join(known) or "none"
+                raise ValueError(
+                    f"lr_scheduler_kwargs.{name}: not an argument of {kind}; allowed: "
+                    f"{allowed}{did_you_mean(name, known)}"
+                )
             most = {"lr_end": self.learning_rate, "min_lr": self.learning_rate, "min_lr_rate": 1.0}.get(name, math.inf)
             if not 0.0 <= value < most:
                 limit = f" and below {most:g}" if most < math.inf else ""
@@ -586,20 +590,19 @@ class GenerateSection(Section):
 
     every: PositiveInt | None = Field(
         None,
-        description="Number of steps between two generations on validation prompts; null: generate only before the "
-        "first and after the last step.",
+        description="Number of steps between two generations from validation prompts. null: generate only before the "
+        "first step and after the last.",
     )
     examples: PositiveInt = Field(
         100,
         description="Largest number of validation prompts in a generation, from the start of the split. After the "
-        "last step, answers to all prompts of the test split are generated once.",
+        "last step, the model answers all test prompts once.",
     )
     max_new_tokens: PositiveInt = Field(64, description="Largest number of tokens that are generated for each prompt.")
     metrics: Annotated[list[str], Field(min_length=1)] = Field(
         default_factory=lambda: ["exact_match"],
-        description="Names of text metrics: exact_match, numeric_match (GSM8K's rule), bleu, rouge_l, cer, wer, or "
-        "one that a package adds by the entry-point group sparsebp.metrics. They are logged as eval/NAME and "
-        "test/NAME.",
+        description="Text metrics: exact_match, numeric_match (GSM8K's rule), bleu, rouge_l, cer, wer, or a name in "
+        "the entry-point group sparsebp.metrics. Logged as eval/NAME and test/NAME.",
     )
 
 
@@ -609,43 +612,43 @@ class MeasureSection(Section):
     eval_every: PositiveInt = Field(50, description="Number of steps between two evaluations of the validation data.")
     eval_examples: PositiveInt | None = Field(
         None,
-        description="Largest number of validation examples in an evaluation, from the start of the split; null: all.",
+        description="Largest number of validation examples in an evaluation, from the start of the split. null: all.",
     )
     test: bool = Field(
         True,
-        description="true: evaluate the test split after the last step. false: set the test split aside and do not "
-        "read it, as studies do while they tune.",
+        description="true: evaluate the test split after the last step. false: do not evaluate it, as studies do "
+        "while they tune.",
     )
     per_device_eval_batch_size: PositiveInt | None = Field(
         None, description="Number of examples in a forward pass of an evaluation; null: per_device_train_batch_size."
     )
     probe_every: PositiveInt | None = Field(
         50,
-        description="Number of steps between two probes. A probe times dense and the policy on one batch, one after "
-        "the other, and counts FLOPs. null: none.",
+        description="Number of steps between two probes. A probe runs one batch with dense training and with the "
+        "policy, and measures time and FLOPs of both. null: no probes.",
     )
     fidelity_every: PositiveInt | None = Field(
         50,
-        description="Number of steps between two comparisons of the policy's gradient with the dense gradient; null: "
+        description="Number of steps between two comparisons of the policy's gradient with the dense gradient. null: "
         "none.",
     )
     fidelity_draws: PositiveInt = Field(
         1,
-        description="For random policies: number of gradients to draw in each comparison. With 2 or more, bias and "
-        "variance are measured.",
+        description="For random policies: number of gradients to draw in each comparison. 2 or more: also measure "
+        "bias and variance.",
     )
     metric: str | None = Field(
         None,
-        description="Validation metric by which studies choose. compare shows this metric, or its value on the test "
-        "split. null: the loss, or the accuracy of a classification.",
+        description="Validation metric by which studies choose. compare shows this metric, on test data if there are "
+        "any. null: the loss; for a classification, the accuracy.",
     )
     generate: GenerateSection | None = Field(
         None,
-        description="Metrics of generated texts, for 'dataset.format: completion' or 'dataset.format: chat'. They "
-        "cost one forward for each token of the longest answer. null: none.",
+        description="Metrics of generated texts, for 'dataset.format: completion' or 'dataset.format: chat'. Each "
+        "generation costs one forward pass for each token of the longest answer. null: none.",
     )
     warmup_steps: CountFromZero = Field(
-        3, description="Number of steps, after each start or resume of a run, that statistics of time leave out."
+        3, description="Number of first steps, after each start or resume of a run, that statistics of time leave out."
     )
 
 
@@ -653,17 +656,16 @@ class CheckpointSection(Section):
     """Checkpoints from which a run can be resumed."""
 
     every: PositiveInt = Field(50, description="Number of steps between two checkpoints.")
-    keep_last: PositiveInt = Field(2, description="Number of newest checkpoints that are kept.")
+    keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: str | None = Field(
         None,
-        description="Validation metric, such as eval/loss, whose best checkpoint is kept, too. SparseBP must know "
-        "whether lower or higher is better. At the end, the best weights are in best/, and the last in model/. null: "
-        "keep only the newest checkpoints.",
+        description="Validation metric, such as eval/loss, whose best checkpoint is kept, too. At the end, best/ has "
+        "the best weights, and model/ the last. null: keep only the newest checkpoints.",
     )
     stop_at: PositiveInt | None = Field(
         None,
-        description="Stop after this step, with a checkpoint. `sparsebp resume` continues to the end. Studies with "
-        "halving set it. null: train to the end.",
+        description="Write a checkpoint after this step and stop. `sparsebp resume` continues to the end. Studies "
+        "with halving set this key. null: train to the end.",
     )
 
 
@@ -672,11 +674,9 @@ class TargetSection(Section):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
-    kind: Name = Field(
-        "local", description="A kind of target, or a name in targets.yaml. `sparsebp targets` lists both."
-    )
+    kind: Name = Field("local", description="Kind of target, or a name in targets.yaml. `sparsebp targets` lists both.")
     threads: PositiveInt | None = Field(
-        None, description="Number of CPU threads that torch uses in each process; null: one for each physical core."
+        None, description="Number of CPU threads of torch in each process. null: one for each physical core."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: train on CUDA if it is available, else on the CPU."
@@ -697,12 +697,12 @@ class TargetOptions(Section):
     )
     nodes: PositiveInt = Field(
         1,
-        description="Number of machines, which all run the same number of processes. More than 1 needs the target "
-        "slurm or kubernetes, and a folder of runs that all machines share.",
+        description="Number of machines. Each runs the same number of processes. 2 or more need the target slurm or "
+        "kubernetes, and a folder of runs that all machines share.",
     )
     processes: PositiveInt = Field(
         1,
-        description="Number of processes that train together, over all nodes. Each process trains "
+        description="Total number of processes on all nodes. They train one model together. Each trains "
         "per_device_train_batch_size examples in a forward pass, on its own GPU if there are GPUs.",
     )
     sharding: Literal["none", "fsdp2"] = Field(
@@ -712,13 +712,13 @@ class TargetOptions(Section):
     )
     peer_timeout_min: Annotated[float, Field(gt=0)] = Field(
         10.0,
-        description="Minutes that a process waits for the others, for example while one of them downloads or writes a "
-        "checkpoint. After that, the run ends.",
+        description="Minutes that a process waits for another, for example during a download or a checkpoint. Then "
+        "the run ends.",
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables of the worker. It gets only these and a fixed list. Do not write secrets "
-        "here: other users of the machine can read them.",
+        description="Environment variables for the training process, in addition to a fixed list. Do not write "
+        "secrets here: other users of the machine can read them.",
     )
     # Whether the class's kind of target can start a run on several machines.
     spans_nodes: ClassVar[bool] = False
@@ -729,27 +729,30 @@ class TargetOptions(Section):
         for name, value in env.items():
             if not VARIABLE_NAME.fullmatch(name):
                 raise ValueError(
-                    "the name of an environment variable has only letters, digits and _, and does not begin "
+                    "the name of an environment variable must consist of letters, digits and _, and must not begin "
                     f"with a digit, got {shorten(repr(name))}"
                 )
             if "\0" in value:
                 raise ValueError(f"the value of {name} must not contain a NUL character")
             if SECRET.search(name):
                 raise ValueError(
-                    f"{name} looks like a secret, but other users can read a container's environment: mount a file "
-                    "instead"
+                    f"{name} looks like a secret, but other users can read the environment of a container: mount a "
+                    "file instead"
                 )
         return env
 
     @model_validator(mode="after")
     def _even_nodes(self) -> Self:
         if self.processes % self.nodes:
-            text = f"is the total over all nodes: must be a multiple of nodes ({self.nodes}), got {self.processes}"
+            text = (
+                f"must be a multiple of nodes ({self.nodes}), because it counts the processes of all nodes; got "
+                f"{self.processes}"
+            )
             raise _error_at(("processes",), self.processes, text)
         return self
 
 
-SECRET_URI = "holds a user name or password: set MLFLOW_TRACKING_URI in the environment instead"
+SECRET_URI = "contains a user name or password: set MLFLOW_TRACKING_URI in the environment instead"
 
 
 class TrackingSection(Section):
@@ -757,13 +760,13 @@ class TrackingSection(Section):
 
     uri: str | None = Field(
         None,
-        description="Address of an MLflow store, without a password; null: that of MLFLOW_TRACKING_URI, or else "
-        "SparseBP's own database.",
+        description="Address of an MLflow store, without a password. null: the address in MLFLOW_TRACKING_URI; if "
+        "that is not set, SparseBP's own database.",
     )
     experiment: str = Field("sparsebp", min_length=1, max_length=250, description="Name of the MLflow experiment.")
     tags: dict[str, str] = Field(
         default_factory=dict,
-        description="Additional MLflow tags of the run, such as {figure: one}. Runs can be found by them.",
+        description="Additional MLflow tags, such as {figure: one}, by which you can find the run.",
     )
 
     @field_validator("uri")
@@ -796,21 +799,21 @@ class Recipe(Section):
     )
     name: Name = Field(
         description=(
-            "Name of the run, of letters, digits, dots, dashes and underscores. Default: the name of the file."
+            "Name of the run, from letters, digits, dots, dashes and underscores. Default: the name of the file."
         )
     )
     model: ModelSection = Field(
-        description="The model to train: one with a name, or one with random weights from a config."
+        description="The model to train: an existing model by its name, or a model with random weights from a config."
     )
     dataset: DatasetSection = Field(description="The data, and how they become training examples.")
     schedule: list[PhaseSection] | None = Field(
         None,
-        description="Instead of policy: phases of the training, each with its own policies. null: one phase with the "
-        "policies under policy.",
+        description="Instead of policy: phases of the training, each with its own policies. null: the same policies "
+        "in the whole training.",
     )
     policy: list[PolicyEntry] = Field(
         default_factory=lambda: [PolicyEntry(name="dense")],
-        description="Policies, which are applied in this order; empty: dense.",
+        description="Policies, applied in this order. Empty: dense, which computes every gradient.",
     )
     backward: BackwardOptions = Field(default_factory=BackwardOptions)
     training: TrainingSection = Field(default_factory=TrainingSection)
@@ -818,7 +821,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     target: TargetSection = Field(
         default_factory=TargetSection,
-        description="Where the run trains: a section with kind and options, or only the name of a target.",
+        description="Where the run trains: the name of a target, or a section with kind and options.",
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection)
 
@@ -828,7 +831,9 @@ class Recipe(Section):
         if schedule is None:
             return None
         if len(schedule) < 2:
-            raise ValueError(f"a schedule needs at least 2 phases, got {len(schedule)}; write one phase as policy")
+            raise ValueError(
+                f"a schedule needs at least 2 phases, got {len(schedule)}; for one phase, use the key policy instead"
+            )
         wrong = find_wrong_end([phase.until for phase in schedule])
         if wrong is not None:
             raise _error_at((wrong[0], "until"), schedule[wrong[0]].until, wrong[1])

@@ -58,7 +58,9 @@ def find_target(kind: str) -> FoundTarget:
     if kind not in entries.names:
         known = [*sorted(entries.names), *named_targets()]
         cure = (
-            REMOVED.get(kind) or did_you_mean(kind, known) or "; `sparsebp targets` says in which file to define others"
+            REMOVED.get(kind)
+            or did_you_mean(kind, known)
+            or "; `sparsebp targets` names the file in which you can define others"
         )
         raise UsageError(f"unknown target {shorten(repr(kind))}; known: {', '.join(known)}{cure}")
     found = _load(kind, entries.select(name=kind))
@@ -84,7 +86,7 @@ def describe_settings() -> str:
     file = os.environ.get("SPARSEBP_SETTINGS") or str(user_config_path("sparsebp", appauthor=False) / "settings.yaml")
     if not is_file(Path(file)):
         return ""
-    return f"{file} has no effect: `notify` was removed after 0.5; write `; notify-send done` after the command"
+    return f"{file} has no effect: `notify` was removed after 0.5; instead, append `; notify-send done` to the command"
 
 
 def named_targets() -> dict[str, Node]:
@@ -146,7 +148,7 @@ def check_target(section: Mapping[str, object]) -> tuple[TargetSection | None, l
     except ValidationError as error:
         return None, describe_errors(error, found.options_class, given)
     if options.nodes > 1 and not found.options_class.spans_nodes:
-        text = f"target {kind} runs on one machine only, got {options.nodes}; for several use {_list_spanning()}"
+        text = f"target {kind} runs on one machine, got {options.nodes}; for several machines, use {_list_spanning()}"
         return None, [FieldError(("nodes",), text)]
     common = {key: value for key, value in section.items() if key in COMMON}
     return TargetSection.model_validate({**common, **options.model_dump(mode="json")}), []
@@ -171,7 +173,7 @@ def named_target_section(name: str) -> TargetSection:
 
 
 def _list_spanning() -> str:
-    return " and ".join(name for name, found in find_targets().items() if found.options_class.spans_nodes)
+    return " or ".join(name for name, found in find_targets().items() if found.options_class.spans_nodes)
 
 
 def _kinds() -> set[str]:

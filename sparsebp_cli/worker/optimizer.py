@@ -43,12 +43,16 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
     for name in section.optim_args:
         if name not in known:
             raise DataError(
-                f"training.optim_args.{name}: {section.optim} takes {', '.join(known)}{did_you_mean(name, known)}"
+                f"training.optim_args.{name}: not an argument of {section.optim}; allowed: "
+                f"{', '.join(known)}{did_you_mean(name, known)}"
             )
     arguments |= {k: tuple(v) if isinstance(v, list) else v for k, v in section.optim_args.items()}
     for key in ("weight_decay", "weight_decay_of"):
         if getattr(section, key) is not None and "weight_decay" not in known:
-            raise DataError(f"training.{key}: {section.optim} has no weight decay; it takes {', '.join(known)}")
+            raise DataError(
+                f"training.{key}: {section.optim} has no weight decay: leave this key out; its arguments are "
+                f"{', '.join(known)}"
+            )
     if section.weight_decay is not None:
         arguments["weight_decay"] = section.weight_decay
     trained: Any = model

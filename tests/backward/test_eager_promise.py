@@ -262,10 +262,15 @@ def test_options_of_groups_stay_those_of_the_users_optimizer() -> None:
             torch.optim.SGD,
             {"max_grad_norm": 1.0},
             UsageError,
-            "needs eager_clip='parameter', previous or exact, by which max_grad_norm=1.0 can clip",
+            "with max_grad_norm=1.0 needs eager_clip='parameter', previous or exact",
         ),
         (torch.optim.SGD, {"max_grad_norm": -1.0, "eager_clip": "exact"}, UsageError, "greater than 0, got -1.0"),
-        (torch.optim.SGD, {"eager_clip": "exact"}, UsageError, "eager_clip='exact' clips nothing: max_grad_norm=None"),
+        (
+            torch.optim.SGD,
+            {"eager_clip": "exact"},
+            UsageError,
+            "eager_clip='exact' has no effect with max_grad_norm=None",
+        ),
         (torch.optim.SGD, {"max_grad_norm": 1.0, "eager_clip": "exakt"}, UsageError, "did you mean exact"),
         (
             torch.optim.SGD,
@@ -283,7 +288,7 @@ def test_options_of_groups_stay_those_of_the_users_optimizer() -> None:
             torch.optim.SGD,
             {"sites": "nodes", "max_grad_norm": 1.0, "eager_clip": "exact"},
             UnsupportedError,
-            "eager_clip='exact' needs two passes over one graph",
+            "eager_clip='exact' needs two backward passes over one graph",
         ),
     ],
 )

@@ -145,7 +145,7 @@ def test_axolotl(tmp_path: Path) -> None:
         "datasets.type",
     }
     assert "# Missing: dataset.format" in text
-    assert "datasets.type: 'alpaca': another kind of value; in a recipe, dataset.format does it" in text
+    assert "datasets.type: 'alpaca': another kind of value; in a recipe, write dataset.format" in text
     assert "Recipes need none of these: dataset_prepared_path" in text
 
 

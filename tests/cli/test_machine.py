@@ -62,7 +62,9 @@ def test_settings_of_notifications_are_one_warning(
     monkeypatch.setenv("SPARSEBP_SETTINGS", str(settings))
     assert check_notices() == []
     settings.write_text("notify: [{command: [notify-send, done]}]\n")
-    text = f"{settings} has no effect: `notify` was removed after 0.5; write `; notify-send done` after the command"
+    text = (
+        f"{settings} has no effect: `notify` was removed after 0.5; instead, append `; notify-send done` to the command"
+    )
     assert [(found.level, found.text) for found in check_notices()] == [("warn", text)]
     done = cli("run", write_recipe(), SPARSEBP_SETTINGS=str(settings))
     assert done.returncode == 0

@@ -79,14 +79,16 @@ def test_an_optimizer_of_a_plugin_is_checked_and_made(plugin: None, tmp_path: Pa
     weight.grad = torch.tensor([3.0, -4.0])
     optimizer.step()
     assert weight.tolist() == pytest.approx([-3e-4, 3e-4])
-    with pytest.raises(RecipeError, match=r"r.yaml:5:38: .*momentun: sign takes momentum; did you mean"):
+    with pytest.raises(
+        RecipeError, match=r"r.yaml:5:38: .*momentun: not an argument of sign; allowed: momentum; did you mean"
+    ):
         load_recipe(recipe(tmp_path, "sign", "momentun"))
 
 
 def test_a_broken_or_unknown_optimizer_is_one_line(plugin: None, tmp_path: Path) -> None:
     for name, text in {
         "absent": "'absent' is broken: ModuleNotFoundError: No module named 'sign_plugin_absent'",
-        "no-entry": "'no-entry' is broken: sign_plugin:NOTHING is no OptimizerEntry",
+        "no-entry": "'no-entry' is broken: sign_plugin:NOTHING must be an OptimizerEntry",
         "adagard": "got 'adagard', allowed: .*did you mean adagrad",
         "lbfgs": "got 'lbfgs', allowed:",  # each step needs the loss as a function
     }.items():

@@ -70,7 +70,7 @@ def test_an_error_in_the_base_names_the_base(refuse: Refuse) -> None:
 
 def test_a_base_has_no_base_and_no_recipe_is_its_own(refuse: Refuse) -> None:
     Path("b.yaml").write_text("base: c.yaml\n")
-    expected = "b.yaml:1:1: base: the recipe that base names must not have a base itself"
+    expected = "b.yaml:1:1: base: the recipe in base must not have the key base itself"
     assert refuse("base: b.yaml\n") == expected
     assert refuse("base: r.yaml\n") == expected.replace("b.yaml", "r.yaml")
 
@@ -176,5 +176,5 @@ def test_a_resolved_recipe_survives_json(read: Read) -> None:
 
 def test_a_password_in_the_tracking_uri_is_refused_and_not_repeated(refuse: Refuse) -> None:
     text = refuse(SMALL + 'tracking: {uri: "https://me:canary@host.invalid"}\n')
-    assert "tracking.uri: holds a user name or password" in text
+    assert "tracking.uri: contains a user name or password" in text
     assert "canary" not in text

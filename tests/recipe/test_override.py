@@ -61,11 +61,11 @@ def test_changes_are_made_in_order_over_the_base(read: Read) -> None:
         ("training.max_steps=x", "training.max_steps: must be a whole number, got 'x' (text)"),
         ("policy.0.keep=1.5", "policy.0.keep: must be in (0, 1], got 1.5"),
         ("policy=tokp", f"policy.0.name: unknown policy 'tokp'; installed: {INSTALLED}; did you mean topk?"),
-        ("policy.keep=1", "policy is a list of 1, so give the index of an item after it; did you mean policy.0.keep?"),
+        ("policy.keep=1", "policy is a list of 1: write the index of an item after it; did you mean policy.0.keep?"),
         ("policy.5.keep=1", "policy is a list of 1: got index 5, allowed: an index in [0, 1]"),
         (
             "policy.-1.keep=1",
-            "policy is a list of 1, so give the index of an item after it; did you mean policy.0.-1.keep?",
+            "policy is a list of 1: write the index of an item after it; did you mean policy.0.-1.keep?",
         ),
         ("~policy.1", "policy is a list of 1: got index 1, allowed: an index in [0, 0]"),
         (
@@ -75,7 +75,7 @@ def test_changes_are_made_in_order_over_the_base(read: Read) -> None:
         ("~training.max_steps.x", "cannot remove training.max_steps.x, because the recipe does not set it"),
         ("training.max_steps.x=1", "training.max_steps is 7, so it has no keys"),
         ("training=", "training: must be a mapping, got nothing"),
-        ("base=b.yaml", "base can be set only in the recipe's file, not with --set"),
+        ("base=b.yaml", "set base in the recipe's file; --set cannot change it"),
         ("training.seed={a: 1, a: 2}", "training.seed.a: duplicate key"),
         ("training.optim=*a", "training.optim: an alias (*a) is not allowed in a recipe; repeat the value"),
         ("training.optim=[a", "training.optim: a bracket is not closed, or a comma is missing"),

@@ -86,7 +86,7 @@ def test_a_schedule_is_described_in_one_line(read: Read, text: str, line: str) -
         (
             "  - {policy: dense}\n",
             "",
-            "6:1: schedule: a schedule needs at least 2 phases, got 1; write one phase as policy",
+            "6:1: schedule: a schedule needs at least 2 phases, got 1; for one phase, use the key policy instead",
         ),
         ("schedule:", "policy: dense\nschedule:", "7:1: schedule: give only one of policy and schedule, got both"),
         (
@@ -148,7 +148,7 @@ def test_what_is_wrong_in_a_phase_is_one_line_with_its_place(refuse: Refuse, old
         (
             "{name: dropbp, keep: 0.5, sensitivity_at: 0.5}",
             "training.seed=0",
-            "schedule.1.policy.0.name: 'dropbp' makes trial passes at a fraction of the whole training, which a "
+            "schedule.1.policy.0.name: 'dropbp' needs trial passes, which a "
             "schedule of phases does not support: leave the schedule out, or give another policy",
         ),
     ],

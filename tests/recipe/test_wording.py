@@ -96,7 +96,7 @@ TRAINING = SMALL + "training:\n  "
         (SMALL + "tracking: {experiment: ''}", "5:24: tracking.experiment: must be at least 1 character long, got ''"),
         (
             SMALL.replace("name: austen-llama", ""),
-            "3:1: model: give either name, or config for a model with random weights",
+            "3:1: model: the model is missing: give name, or give config for a model with random weights",
         ),
         (
             SMALL.replace("austen-llama", "x, config: {model_type: gpt2}"),
@@ -197,19 +197,19 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
     [
         (
             SMALL + "tracking: {also: [tensorboard]}",
-            "5:12: tracking.also: unknown key 'also': in a recipe, nothing: trackers beside MLflow were removed after "
-            "0.5, and MLflow has the metrics",
+            "5:12: tracking.also: unknown key 'also': recipes do not need this key: MLflow has the metrics, and "
+            "trackers other than MLflow were removed after 0.5",
         ),
-        (TRAINING + "lr: 3e-4", "6:3: training.lr: unknown key 'lr': in a recipe, training.learning_rate does it"),
-        (TRAINING + "bf16: true", "unknown key 'bf16': in a recipe, training.mixed_precision: bf16 (autocast)"),
-        (TRAINING + "batch_size: 8", "in a recipe, training.per_device_train_batch_size does it"),
-        (TRAINING + "epochs: 3", "in a recipe, training.num_train_epochs does it"),
-        (TRAINING + "gradient_checkpointing: true", "in a recipe, backward.checkpointing: full does it"),
-        (TRAINING + "output_dir: out", "in a recipe, nothing: every run has a folder of its own"),
-        (TRAINING + "save_total_limit: 3", "in a recipe, checkpoint.keep_last does it"),
+        (TRAINING + "lr: 3e-4", "6:3: training.lr: unknown key 'lr': in a recipe, write training.learning_rate"),
+        (TRAINING + "bf16: true", "unknown key 'bf16': in a recipe, write training.mixed_precision: bf16 (autocast)"),
+        (TRAINING + "batch_size: 8", "in a recipe, write training.per_device_train_batch_size"),
+        (TRAINING + "epochs: 3", "in a recipe, write training.num_train_epochs"),
+        (TRAINING + "gradient_checkpointing: true", "in a recipe, write backward.checkpointing: full"),
+        (TRAINING + "output_dir: out", "recipes do not need this key: every run has its own folder"),
+        (TRAINING + "save_total_limit: 3", "in a recipe, write checkpoint.keep_last"),
         (TRAINING + "label_smoothing_factor: 0.1", "recipes have no equivalent key"),
-        (TRAINING + "load_in_4bit: true", "in a recipe, model.quantization: {type: nf4} does it"),
-        (SMALL + "lora_r: 8", "in a recipe, model.lora.r does it"),
+        (TRAINING + "load_in_4bit: true", "in a recipe, write model.quantization: {type: nf4}"),
+        (SMALL + "lora_r: 8", "in a recipe, write model.lora.r"),
         (
             TRAINING + "warmup_ratio: 0.1\n  warmup_steps: 3",
             "training: give only one of warmup_steps and warmup_ratio, got both (3 and 0.1)",

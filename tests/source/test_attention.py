@@ -88,5 +88,5 @@ def test_policies_that_call_attention_for_some_rows_refuse_others_by_name(policy
 
 
 def test_float16_is_refused_with_the_reason() -> None:
-    with pytest.raises(RecipeError, match="float16 needs a loss scaler"):
+    with pytest.raises(RecipeError, match="recipes have no loss scaler, which float16 needs"):
         _recipe(training="mixed_precision: fp16")

@@ -105,7 +105,7 @@ def test_a_recipe_with_a_password_in_its_address_is_refused_without_repeating_it
     )
     with pytest.raises(RecipeError) as caught:
         load_recipe(file)
-    assert "tracking.uri: holds a user name or password" in str(caught.value)
+    assert "tracking.uri: contains a user name or password" in str(caught.value)
     assert "Zq1" not in str(caught.value)
 
 

@@ -108,7 +108,7 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),
     [
-        ({"torch_compile": True}, {}, "torch_compile: the forward's computation differs from step to step"),
+        ({"torch_compile": True}, {}, "torch_compile: the policy changes the forward from step to step"),
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1, which reads the logits of all positions"),
         ({}, {"compute_loss_func": own_loss}, "compute_loss_func, which reads the logits of all positions"),
     ],

@@ -113,11 +113,11 @@ def test_several_processes_are_refused_by_name(tiny_recipe: Any) -> None:
         (["backward.eager_clip=exact"], "backward.eager_clip: exact needs backward.update: eager, got deferred"),
         (
             ["backward.update=eager", "backward.eager_clip=exact", "training.max_grad_norm=null"],
-            "backward.eager_clip: exact clips nothing: training.max_grad_norm: null",
+            "backward.eager_clip: exact has no effect with training.max_grad_norm: null: give a number",
         ),
         (
             ["backward.update=eager", "backward.eager_clip=exact", "backward.sites=nodes"],
-            "eager_clip: exact needs two passes over one graph",
+            "eager_clip: exact needs two backward passes over one graph",
         ),
         (["backward.update=eagre"], "did you mean eager"),
         (["training.optim=apolo"], "did you mean apollo"),

@@ -173,7 +173,7 @@ def test_a_worker_that_was_started_on_too_few_nodes_is_refused(monkeypatch, envi
         (
             {"kind": "local", "nodes": 2, "processes": 2},
             "nodes",
-            "target local runs on one machine only, got 2; ",
+            "target local runs on one machine, got 2; ",
         ),
         ({"kind": "docker", "host": "ssh://gpu1", "nodes": 2, "processes": 2}, "nodes", "docker runs on one machine"),
         ({"kind": "slurm", "nodes": 2, "processes": 3}, "processes", "must be a multiple of nodes (2), got 3"),

@@ -178,7 +178,7 @@ def test_methods_of_peft_train_and_merge_over_quantised_linears_or_are_refused(
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ("model: {name: austen-llama, quantization: {type: nf4}}", "nf4 freezes the weights: train model.lora"),
+        ("model: {name: austen-llama, quantization: {type: nf4}}", "nf4 freezes the weights: also give model.lora"),
         ("model: {name: austen-llama, quantization: {type: nf5}, lora: {}}", "model.quantization.type: .*nf4"),
         (
             "model: {name: austen-llama, quantization: {type: int8, bnb_4bit_use_double_quant: true}, lora: {}}",
