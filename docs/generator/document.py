@@ -10,7 +10,7 @@ from sparsebp_cli.cli.answer.kind import BY_NAME, DRAFT, KINDS, document_schema
 
 TEXT = """Every verb with `-o json` prints one JSON document to standard output. Its `kind` is in this table, its
 `schema` the version of that kind: it goes up when a field is removed or changes its meaning, and new fields leave it as
-it is. `warnings` has what is wrong beside the answer, one line each.
+it is. `warnings` lists problems that did not prevent the answer.
 [Use SparseBP from programs](../guide/tracking.md#use-sparsebp-from-programs) shows how to use them;
 `sparsebp schema --all` prints the schemas, and [documents.schema.json](../documents.schema.json) has them by kind."""
 

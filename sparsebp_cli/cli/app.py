@@ -68,7 +68,7 @@ class Crash:
         """Show the traceback or write it to a file, and return one line for the user."""
         line = " ".join(f"{type(error).__name__}: {error}".split())
         if isinstance(error, FileNotFoundError) and not self.shown and not _has_working_folder():
-            return "this shell's working folder was deleted: cd to another one"
+            return "the working folder of this shell was deleted: cd to another folder"
         if isinstance(error, OSError):  # a full disk or a missing permission is not a bug, and needs no traceback
             if (text := explain_system_error(error)) and not self.shown:
                 return text
@@ -160,7 +160,11 @@ def describe_error(error: Exception) -> Problem:
             nearest=near[0] if near else None,
         )
     if isinstance(error, typer.Abort):
-        return Problem(type="Interrupted", exit_code=CHECK_FAILED, text="the command's question was not answered")
+        return Problem(
+            type="Interrupted",
+            exit_code=CHECK_FAILED,
+            text="the question was not confirmed or answered, so the command ended",
+        )
     return Problem(type="Crash", exit_code=SparseBPError.exit_code, text=crash.describe(error))
 
 

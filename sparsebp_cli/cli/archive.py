@@ -45,7 +45,7 @@ def archive(
         folder.read_plan()  # raises if the plan is damaged
         if not (state := folder.state()).over:
             raise RunBusyError(
-                f"run {folder.run_id} is {state}, but an archive takes only runs that have ended; nothing was written"
+                f"run {folder.run_id} is {state}: only runs that have ended can be archived; nothing was written"
             )
     studies = [record for word in runs if (record := find_study(word)) is not None]
     study = studies[0].study if len(studies) == len(runs) == 1 else ""  # if it is alone, the report is the study's

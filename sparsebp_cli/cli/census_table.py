@@ -44,7 +44,7 @@ def _rows(splits: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     yield "rows read", row("rows")
     yield from reasons("dropped", "dropped")
     yield from reasons("cut_reasons", "cut")
-    yield "  duplicates of a row before", row("duplicates")
+    yield "  duplicates of an earlier row", row("duplicates")
     yield "examples", row("examples")
     for key, word in (("unused_examples", "not used (max_train_examples)"), ("left_over_tokens", "tokens left over")):
         if any(split[key] for split in splits.values()):

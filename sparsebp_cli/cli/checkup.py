@@ -70,12 +70,12 @@ def check_torch() -> list[CheckResult]:
     try:
         torch: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        reason = (done.stderr.strip().splitlines() or ["python could not load it and printed no reason"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["Python could not import torch, and printed no reason"])[-1]
         return [CheckResult("fail", "torch", reason, "install torch again for this machine")]
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
     gpus = ", ".join(torch["gpus"]) or "no GPU: the CPU is used"
     lost = bool(torch["cuda"]) and not torch["gpus"]
-    hint = "this torch is built for CUDA, but no GPU answers: is the driver installed?" if lost else ""
+    hint = "this torch is built for CUDA, but finds no GPU: is the driver installed?" if lost else ""
     threads = f"{torch['threads']} threads of torch, {os.cpu_count()} processors"
     return [
         CheckResult("warn" if lost else "ok", "torch", f"{torch['version']} ({build}); {gpus}", hint),
@@ -125,7 +125,7 @@ def check_store() -> CheckResult:
     try:
         if is_sqlite(uri):
             if not sqlite_file(uri).exists():
-                return CheckResult("ok", "tracking", f"{mask(uri)} (made by the first run)")
+                return CheckResult("ok", "tracking", f"{mask(uri)} (the first run creates it)")
             with sqlite3.connect(f"file:{sqlite_file(uri)}?mode=ro", uri=True, timeout=TIMEOUT_SECONDS) as database:
                 count = database.execute("select count(*) from runs").fetchone()[0]
             # The block above ends a transaction, but closes nothing.
@@ -137,7 +137,7 @@ def check_store() -> CheckResult:
             place = urlsplit(uri)
             socket.create_connection((place.hostname or "localhost", place.port or 5432), TIMEOUT_SECONDS).close()
     except (OSError, sqlite3.Error, ValueError) as error:
-        hint = "runs go on without it; `sparsebp sync --all` sends them when it is back"
+        hint = "runs continue without the store; when it answers again, `sparsebp sync --all` sends their numbers"
         return CheckResult("warn", "tracking", f"{mask(uri)} does not answer: {error}", hint)
     return CheckResult("ok", "tracking", mask(uri))
 

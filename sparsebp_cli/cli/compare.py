@@ -57,17 +57,17 @@ RUNS = (
     "selects."
 )
 WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'."
-STUDY = "Compare the runs that this study reports, and list its tuning below."
+STUDY = "Compare the reported runs of this study. With --all or --html, also show its tuning."
 FROM = "Read runs from here: a folder of runs, an archive, or an MLflow store (sqlite:///..., http://...)."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
 REDUCE = "Which value represents a run: final, best, or mean:K, the mean of the last K evaluations."
-BETTER = "Whether lower or higher values of --metric are better, if its name does not show it."
+BETTER = "Which values of --metric are better. Needed only if its name does not show it."
 IGNORE = "Ignore these recipe keys when grouping runs, such as output_dir,logging_steps."
 SEED_PARAM = "Name of the parameter that contains the seed, in runs of other programs."
 REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
 FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
-PNG = "Also draw the overview, or the plot of --curves, into this file (.png, .svg, .pdf)."
-REST = "more: --all (every table), --html FILE (a page); `show RUN` has one run"
+PNG = "Also write a picture of the overview, or of --curves, to this file (.png, .svg, .pdf)."
+REST = "more: --all (every table), --html FILE (a page), `show RUN` (one run)"
 SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
 
 
@@ -137,7 +137,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool,
         typer.Option(
             "--memory",
-            help="Show only how much memory of a step each part needs, such as weights and gradients.",
+            help="Show only the memory of a step by part, such as weights and gradients.",
             rich_help_panel=SHOW,
         ),
     ] = False,
@@ -179,7 +179,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     comparison = compare_runs(chosen, question)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):
-        warning = f"--where selects runs by outcome ({', '.join(outcomes)}): no number here includes the other runs"
+        warning = f"--where selects runs by outcome ({', '.join(outcomes)}): the numbers here leave out the other runs"
         comparison = replace(comparison, warnings=(warning, *comparison.warnings))
     # Do everything that can raise an error before printing anything.
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
@@ -197,7 +197,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         print_line(f"failed: {failure.text}", stderr=True)
     lost = find_lost(comparison)
     for label in lost:
-        print_line(f"failed: {label}: no run finished, so nothing of it was compared", stderr=True)
+        print_line(f"failed: {label}: no run of this group finished, so it was not compared", stderr=True)
     if failures:
         raise typer.Exit(CHECK_FAILED)
     if lost:
@@ -331,7 +331,7 @@ def _print(comparison: Comparison, output: ComparisonFormat, view: View, *, ever
             notes = [f"warning: {text}" for text in found.warnings]
             notes += [f"left out: {run.run_id} ({run.label}): {run.reason}" for run in found.runs if not run.counts]
             if any(control.command for control in found.controls):
-                notes.append("controls are missing: --all has their commands")
+                notes.append("control runs are missing: --all shows their commands")
             print_screenful(answer(found), notes, REST)
 
     tell(comparison, output, show)

@@ -36,7 +36,7 @@ def resume(
 ) -> None:
     """Continue runs from their last valid checkpoints, under the same ids.
 
-    If recipe, code or data have changed since the checkpoint, the run is refused, with a table of the changes.
+    If recipe, code or data have changed since the checkpoint, a table shows the changes and the run does not start.
     """
     folders = find_all(runs)
     for folder in folders:
@@ -74,7 +74,9 @@ def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
     names = [folder.run_id for folder in folders if folder.state() is State.CANCELLED]
     if names:
         shown, word = " ".join(names), "were" if len(names) > 1 else "was"
-        raise UsageError(f"{shown} {word} cancelled; `sparsebp resume {shown} --cancelled` continues them anyway")
+        raise UsageError(
+            f"{shown} {word} cancelled; `sparsebp resume {shown} --cancelled` also continues cancelled runs"
+        )
 
 
 def _pass_stop(folder: RunFolder) -> None:
@@ -87,13 +89,13 @@ def _pass_stop(folder: RunFolder) -> None:
     if stop_at is not None and folder.state() is State.INTERRUPTED and ends and ends[-1]["step"] >= stop_at:
         with folder.lock("target"):
             plan.model_copy(update={"recipe": with_stop(plan.recipe, None)}).save(folder.path)
-        print_line(f"{folder.run_id} goes on beyond checkpoint.stop_at {stop_at}, to its last step")
+        print_line(f"{folder.run_id} continues after checkpoint.stop_at {stop_at}, to its last step")
 
 
 def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
     """Write the changes that the next attempt accepts into the event log, which is sent to its target with the run."""
     if not folder.state().over:
-        raise RunBusyError(f"run {folder.run_id} is {folder.state()}: you can change a run only when it is over")
+        raise RunBusyError(f"run {folder.run_id} is {folder.state()}: --allow-change needs a run that has ended")
     with folder.lock("target"), JournalWriter(folder.path) as journal:
         # this is not an attempt: nothing is trained
         journal.attempt = max(journal.attempt - 1, 1)

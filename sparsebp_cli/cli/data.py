@@ -19,7 +19,7 @@ def data(
     ],
     changes: Changes = None,
     output: Annotated[
-        Output, typer.Option("-o", "--output", help="A table and examples for people, or JSON with their token ids.")
+        Output, typer.Option("-o", "--output", help="A table and examples for people, or JSON with token ids.")
     ] = Output.TABLE,
 ) -> None:
     """Show what a recipe trains on: counts, and the first examples with their trained tokens. Trains nothing."""

@@ -73,9 +73,7 @@ class PlainDisplay(Display):
     def __enter__(self) -> Self:
         self._shown, self._last, self._evaluated = time.monotonic(), "", False
         name = f"{self.progress.name} {self.progress.run_id}"
-        self.print_text(
-            f"{name}: {self.progress.max_steps} steps; times are of a step (forward/backward/optimizer in ms)"
-        )
+        self.print_text(f"{name}: {self.progress.max_steps} steps; times of a step: forward/backward/optimizer in ms")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -40,5 +40,7 @@ def derive_steps(placed: PlacedRecipe, origin: Path, unknown: Sequence[str]) -> 
     processes = recipe.target.options.get("processes", 1)
     a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * processes
     steps = math.ceil(epochs * examples / a_step)
-    print_line(f"{recipe.name}: {epochs:g} epochs of {examples} examples, {a_step} a step: {steps} steps", stderr=True)
+    print_line(
+        f"{recipe.name}: {epochs:g} epochs of {examples} examples, {a_step} per step: {steps} steps", stderr=True
+    )
     return with_steps(steps)

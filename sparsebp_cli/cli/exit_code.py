@@ -4,14 +4,14 @@ from __future__ import annotations
 
 EXIT_CODES = {
     0: "done",
-    1: "a check or a condition failed: `doctor`, `targets check`, `compare --fail-if`, `audit --fail-if-*`, "
-    "`study --from`; `audit --write` wrote nothing",
+    1: "a check failed (`doctor`, `targets check`, `study --from`), a condition was met (`compare --fail-if`, `audit "
+    "--fail-if-*`), or `audit --write` wrote nothing",
     2: "wrong recipe, policy, data or usage; nothing was started",
     10: "`judge`: equal within the margin",
     11: "`judge`: not shown",
     12: "`judge`: worse",
-    100: "a run failed (`compare`: of a group, no run finished), or the tracking store could not be used",
-    101: "not finished, or being written by another process",
+    100: "a run failed (`compare`: no run of a group finished), or the tracking store could not be used",
+    101: "a run is not finished, or another process is writing it",
     102: "no run, or more than one, has the given name",
     103: "cancelled",
     104: "a run diverged: a loss, a gradient or a weight was not finite; its newest checkpoint is finite",
@@ -23,6 +23,6 @@ NOT_FINISHED = 101
 INTERRUPTED = {130, 143}
 # These share the one line that `--help` has for them.
 SHORT = (
-    "Exit codes: 0 done, 1 a check or a condition failed, 2 wrong recipe or usage, 10 to 12 of `judge`, 100 failed, "
-    "101 not finished, 102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted."
+    "Exit codes: 0 done, 1 a check failed or a condition was met, 2 wrong recipe or usage, 10 to 12 of `judge`, 100 "
+    "failed, 101 not finished, 102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted."
 )

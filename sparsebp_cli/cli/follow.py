@@ -28,8 +28,8 @@ WAITING_FOR = {
     State.QUEUED: "waiting for its turn",
     State.UNREACHABLE: "the target does not answer; still trying to reach it",
 }
-STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
-KILLING = "ending it at once"
+STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends the run at once"
+KILLING = "ending the run at once"
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def _report_connection(job: Job, display: Display, lost: bool) -> bool:
     is_lost = job.status() is State.UNREACHABLE
     if is_lost and not lost:
         display.print_text(
-            f"warning: {job.warning() or 'the target does not answer'}; the run may go on there; still trying"
+            f"warning: {job.warning() or 'the target does not answer'}; the run may continue there; still trying to "
+            "reach it"
         )
     if lost and not is_lost:
         display.print_text("the target answers again")
@@ -186,12 +187,12 @@ def print_end(job: Job, *, together: Sequence[RunFolder] = (), is_brief: bool = 
         return 0
     print_line(f"error: run {job.run.run_id} {describe_end(job)}", stderr=True)
     if state is State.INTERRUPTED:
-        print_line(f"`sparsebp resume {job.run.run_id}` goes on from the last checkpoint", stderr=True)
+        print_line(f"`sparsebp resume {job.run.run_id}` continues from the last checkpoint", stderr=True)
     elif changes := _find_changes(job.run):
         print_changes(changes)
         return UsageError.exit_code
     elif state is State.FAILED:
-        print_line(f"its output is in {job.run.log_file}", stderr=True)
+        print_line(f"the output of its worker is in {job.run.log_file}", stderr=True)
         return FAILED_WITH.get(job.exit_code() or 0, EXIT_CODES[state])
     return EXIT_CODES.get(state, NOT_FINISHED)
 

@@ -25,8 +25,8 @@ CARD_WORDS = {
     "use": "when",
     "year": "published",
     "saves": "saves",
-    "work": "work in its linears, dense = 1",
-    "memory": "kept for the backward",
+    "work": "FLOPs of its linear layers (dense: 1)",
+    "memory": "saved for the backward",
     "claimed": "the publication claims",
     "measured": "measured here",
     "code": "official code",
@@ -76,7 +76,7 @@ def _print_all(found: PolicyList) -> None:
     for line in found.policies:
         if line.problem:
             print_line(f"{line.name} of {line.source} is broken: {line.problem}")
-    print_line("varies: an option that is not a number decides it; `sparsebp policies NAME` shows the options")
+    print_line("varies: depends on an option; `sparsebp policies NAME` shows the options")
 
 
 def _print_one(found: PolicyList) -> None:

@@ -128,7 +128,7 @@ def _print(found: RunFacts, folder: RunFolder, history: History, *, everything: 
     sections: dict[str, object] = {"facts": facts, "machine": (found.environments or [{}])[-1]}
     provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
     if plan["provenance"].get("git_diff"):
-        provenance["git_diff"] = "the text of changes is in plan.json"
+        provenance["git_diff"] = "plan.json has the text of the changes"
     sections |= {"provenance": provenance, "recipe": plan["recipe"], "folder": str(folder.path)}
     for title, content in sections.items():
         if content:
@@ -152,7 +152,7 @@ def _tables(history: History, census: Census | None) -> Iterator[Table]:
 
 def samples_table(history: History) -> Table:
     """Return the generated texts of the first, the middle and the last generation beside the reference texts."""
-    title = "generated: of the first validation prompts, at the first, middle and last generation"
+    title = "generated: answers to the first validation prompts, at the first, middle and last generation"
     table = make_table("step", "prompt", "reference", "generated", numbers=["step"], title=title)
     for step, *texts in list_samples(history):
         prompt, *answers = (" ".join(text.split()) for text in texts)
@@ -162,7 +162,9 @@ def samples_table(history: History) -> Table:
 
 def asked_table(history: History) -> Table:
     """Return the saved model's questions and answers at the end, beside the reference texts."""
-    table = make_table("prompt", "reference", "answer", title="asked: the saved model, loaded by plain transformers")
+    table = make_table(
+        "prompt", "reference", "answer", title="asked: answers of the saved model, loaded by plain transformers"
+    )
     for texts in list_asked(history):
         prompt, *answers = (" ".join(text.split()) for text in texts)
         table.add_row(prompt[-LONGEST:], *(answer[:LONGEST] for answer in answers))
@@ -181,7 +183,9 @@ def memory_table(values: CurveValues, step: int) -> Table:
     peak, highest = curve.peak, dict(zip(PARTS, values["highest"], strict=True))
     by_phase = {phase: point.split for phase in PHASES if (point := curve.within(phase)) is not None}
     columns = ("at the peak", "share", "highest", *by_phase)
-    title = f"memory: live tensors of step {step}; its peak is in the {peak.phase}; last, the peaks of the phases"
+    title = (
+        f"memory: live tensors of step {step}, with the peak in the {peak.phase}; last columns: the peaks of the phases"
+    )
     if allocated := values.get("allocator_peak_bytes"):
         title += f" (the device's allocator reports {show_count(allocated, 'B')})"
     table = make_table("part", *columns, numbers=list(columns), title=title)

@@ -113,7 +113,7 @@ def init(
     check_new(folder)
     if file is not None:
         if any((task, model, data, columns)):
-            raise UsageError("--from takes task, model and data from the file; leave the other options out")
+            raise UsageError("--from reads task, model and data from the file; leave the other options out")
         _convert(file, folder, output)
         return
     if task is None:
@@ -142,7 +142,7 @@ def _convert(source: Path, folder: Path, output: Output) -> None:
     write_files(folder, {file.name: found.text})
     tell(FileList(files=[str(file)], next=[f"sparsebp validate {shlex.quote(str(file))}"]), output, _print_files)
     if found.left and output is Output.TABLE:
-        print_line(f"not carried over, see the end of the file: {', '.join(found.left)}")
+        print_line(f"not converted, for the reasons at the end of the file: {', '.join(found.left)}")
 
 
 def _absolute(name: str) -> str:

@@ -48,7 +48,7 @@ def find_study(word: str, place: Path | None = None) -> Any:
     if tool is None or (record := tool.load(name, place)) is None:
         return None
     if place is None and any(name in Labels.load(run.path).tags for run in list_runs()):
-        raise UsageError(f"{word} is the name of a study and also a tag: name the runs, or remove the tag")
+        raise UsageError(f"{word} is the name of a study and also a tag: name the runs by their ids, or remove the tag")
     return record
 
 

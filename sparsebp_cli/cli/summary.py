@@ -51,7 +51,7 @@ STEP_MEMORY = (
     (metric.PEAK_WORKSPACE_BYTES, "workspace"),
 )
 SHOWN = 20  # characters of a text that the saved model was asked or answered
-BROKEN = "a policy left less out than it claimed; `show RUN --all` has the proof"
+BROKEN = "a policy left out less work than it claimed; `sparsebp show RUN --all` shows the counts"
 # Rows of the short summary: the first word of a label, and the number of rows beginning with it.
 BRIEF = {"eval": 2, "test": 2, "asked": 1, "training": 1, "cost": 1, "speed": 1, "memory": 1}
 
@@ -171,12 +171,12 @@ def _proof(history: History, phases: Phases[dict[str, Any]]) -> str:
     parts = []
     if claimed is not None and executed is not None:
         parts.append(
-            f"{show_share(executed)} of the work that the policy decides on was done, it claimed {show_share(claimed)}"
+            f"{show_share(executed)} of the work that the policy decides on was executed, {show_share(claimed)} claimed"
         )
         parts += ["the claim was not kept"] if _is_broken(history) else []
     moved, share = history.last(metric.MOVED_TENSORS.name), history.last(metric.MOVED_SHARE.name)
     if moved is not None and share is not None:
-        parts.append(f"a step moved {moved:.0f} parameters, {show_share(share)} of all entries")
+        parts.append(f"a step changed {moved:.0f} parameters, {show_share(share)} of all entries")
     return "; ".join(parts)
 
 
@@ -192,9 +192,9 @@ def _fidelity(history: History) -> str:
         history.median(which.name) for which in (metric.BIAS, metric.BIAS_STANDARD_ERROR, metric.VARIANCE)
     )
     if bias is not None and chance is not None and variance is not None:
-        parts.append(f"bias {bias:.4f} ({chance:.4f} by chance), variance {variance:.4f}")
+        parts.append(f"bias {bias:.4f} (by chance alone {chance:.4f}), variance {variance:.4f}")
     if (noise := history.median(metric.NOISE_RATIO.name)) is not None:
-        parts.append(f"squared error {noise:.3g} of SGD's variance")
+        parts.append(f"squared error {noise:.3g} times SGD's variance")
     steps = len(history.series(metric.COSINE.name))
     return ", ".join(parts) + (f" (medians of {steps} steps)" if steps > 1 else "")
 
@@ -251,9 +251,9 @@ def _speed(history: History, recipe: dict[str, Any]) -> str:
     parts = []
     if found.speed is not None:
         how = f"FLOPs of all steps, times seconds per FLOP in {found.probes} probe{'s' * (found.probes > 1)}"
-        parts.append(f"about {found.speed:.2f}x as fast as dense ({how})")
+        parts.append(f"about {found.speed:.2f}x as fast as dense (from {how})")
     if found.limit is not None:
-        parts.append(f"limit {found.limit:.2f}x if time falls as FLOPs do")
+        parts.append(f"limit {found.limit:.2f}x if time fell like FLOPs")
     return "; ".join(parts)
 
 
@@ -269,5 +269,5 @@ def _memory(history: History, *, brief: bool) -> str:
         split = f"a step's tensors {show_count(whole, 'B')} at most" + (f" ({split})" if split else "")
     if device is not None:
         return f"peak {show_count(device, 'B')}" + (f": {split}" if split else "")
-    rest = f"the process {show_count(process, 'B')} with its libraries" if process is not None else ""
+    rest = f"the whole process {show_count(process, 'B')}, with its libraries" if process is not None else ""
     return "; ".join(filter(None, (split, rest)))

@@ -74,7 +74,7 @@ def describe_targets() -> list[TargetLine]:
     for kind, found in find_targets().items():
         summary = (found.options_class.__doc__ or "").partition("\n")[0] if not found.problem else found.problem
         if kind == "local":
-            summary = "A process of its own on this machine."
+            summary = "A separate process on this machine."
         lines.append(TargetLine(name=kind, kind=kind, source=found.source, broken=bool(found.problem), text=summary))
     for name, node in named_targets().items():
         options = {key: value for key, value in node.plain.items() if key != "kind"}

@@ -26,8 +26,8 @@ Probing = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Also compute the first step, but update no weight. Print the step's cost relative to dense, and the "
-        "largest gain that choosing by gradient size could bring.",
+        help="Also compute the first step, without an update. Print its cost relative to dense, and how much a choice "
+        "by gradient size could gain at most.",
     ),
 ]
 
@@ -37,8 +37,8 @@ Forecasting = Annotated[
     bool,
     typer.Option(
         "--memory",
-        help="Only forecast the memory of a step, and list changes that need less. No weights are loaded: config.json "
-        "is enough.",
+        help="Only estimate the memory of a step, and list changes that need less. Loads no weights: config.json is "
+        "enough.",
         rich_help_panel=FORECAST,
     ),
 ]
@@ -57,8 +57,7 @@ Rate = Annotated[
     typer.Option(
         "--rate",
         metavar="TFLOPS|RUN",
-        help="With --memory: the speed from which hours of training are estimated, in TFLOP/s, or a run that measured "
-        "it.",
+        help="With --memory: speed in TFLOP/s, or a run that measured it, to estimate the hours of training.",
         rich_help_panel=FORECAST,
     ),
 ]
@@ -82,7 +81,7 @@ def validate(
 
     studies_tool = find_tool("study")
     for file in filter(is_targets_file, recipes):
-        print_line(f"skipped {file}: it defines targets and is no recipe")
+        print_line(f"skipped {file}: it defines targets and is not a recipe")
     recipes = [file for file in recipes if not is_targets_file(file)]
     if memory:
         if (tool := find_tool("forecast")) is None:
@@ -142,7 +141,7 @@ def preview(plan: Plan) -> list[str]:
     """Return one or two lines: a step's cost against dense, and the largest possible gain of choosing. Train nothing.
     Raise ``UsageError`` if model or data cannot be loaded as the recipe says, ``RunFailedError`` if the process failed.
     """
-    return [str(line) for line in ask_worker("preview", plan, "rehearses a step")["lines"]]
+    return [str(line) for line in ask_worker("preview", plan, "computes a trial step")["lines"]]
 
 
 def warn_of_device(recipe: Recipe) -> list[str]:

@@ -13,7 +13,7 @@ from sparsebp_cli.errors import UsageError, did_you_mean
 # Commands of 0.5, and their replacements.
 REMOVED = {
     "diff": "`sparsebp compare RUN OTHER` shows what differs",
-    "note": "`sparsebp tag RUN NAME` marks a run; notes that are there stay",
+    "note": "`sparsebp tag RUN NAME` marks a run; existing notes stay",
     "top": "`sparsebp runs --watch` shows what is running",
     "ui": "the last line of `sparsebp runs` is the command that opens MLflow's pages",
 }

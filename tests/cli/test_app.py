@@ -257,7 +257,7 @@ def test_a_working_folder_that_was_deleted_is_named(cli: Cli, write_recipe: Writ
             [sys.executable, "-c", main, *words], capture_output=True, text=True, cwd=tmp_path, check=False
         )
         assert done.returncode == code
-        told = "error: this shell's working folder was deleted: cd to another one\n"
+        told = "error: the working folder of this shell was deleted: cd to another folder\n"
         assert done.stderr == (told if code else "")
 
 

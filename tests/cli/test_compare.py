@@ -92,7 +92,9 @@ def test_a_run_that_this_version_cannot_read_is_one_warning(call: Cli, study: li
         assert {run["run_id"] for run in found["runs"]} == {*named[1:]}
         (told,) = (line for line in found["warnings"] if lost in line)
         assert told.startswith(f"run {lost} is left out: {study[0].plan_file} is not a plan for this version: ")
-        assert told.endswith("sparsebp 99.0 made it, this is " + told.rpartition(" ")[2]) == (damage == "version")
+        assert told.endswith("sparsebp 99.0 made it, but this is sparsebp " + told.rpartition(" ")[2]) == (
+            damage == "version"
+        )
     alone = call("compare", lost)
     assert (alone.returncode, alone.stdout, alone.stderr.count("\n")) == (102, "", 1)
     assert alone.stderr.startswith(f"error: run {lost} cannot be read: {study[0].plan_file} is not a plan")
@@ -153,7 +155,7 @@ def test_csv_has_the_curve_that_was_asked_for(call: Cli, study: list[RunFolder])
 
 
 def test_whoever_chooses_runs_by_how_they_ended_is_told_so(call: Cli, study: list[RunFolder]) -> None:
-    told = "--where selects runs by outcome (eval/loss, state): no number here includes the other runs"
+    told = "--where selects runs by outcome (eval/loss, state): the numbers here leave out the other runs"
     where = "eval/loss<3.05 and not state=failed"
     assert told in json.loads(call("compare", "--where", where, "-o", "json").stdout)["warnings"]
     assert json.loads(call("compare", "--where", "seed<9", "-o", "json").stdout)["warnings"] == []
@@ -182,11 +184,11 @@ def end_all(state: str) -> None:
 @pytest.mark.parametrize("baseline", [[], ["--baseline", "dense"]])
 def test_runs_that_all_failed_are_shown_and_end_with_100(call: Cli, two_runs: None, baseline: list[str]) -> None:
     end_all("failed")
-    for words, shown in (([], "left out: "), (["--all"], "Runs that are in no mean")):
+    for words, shown in (([], "left out: "), (["--all"], "Runs that no mean includes")):
         done = call("compare", "@2", *baseline, *words)
         assert done.returncode == 100
         assert shown in done.stdout
-    lost = [f"failed: {name}: no run finished, so nothing of it was compared" for name in ("dense", "topk-rows")]
+    lost = [f"failed: {name}: no run of this group finished, so it was not compared" for name in ("dense", "topk-rows")]
     assert sorted(done.stderr.splitlines()) == lost
 
 

@@ -86,7 +86,7 @@ def test_validate_warns_of_lost_rows_and_refuses_where_nothing_is_left(cli: Cli,
     (recipe.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = cli("validate", recipe, real=True)
     assert done.returncode == 2
-    assert "the training split has no example: of 36 rows the prompt fills max_seq_length" in done.stderr
+    assert "the training split has no example: in 36 rows, the prompt fills max_seq_length" in done.stderr
 
 
 def test_validate_names_prompts_that_a_model_is_sent_in_other_tokens(cli: Cli, recipe: Path) -> None:
@@ -94,7 +94,7 @@ def test_validate_names_prompts_that_a_model_is_sent_in_other_tokens(cli: Cli, r
     (recipe.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = cli("validate", recipe, real=True)
     assert done.returncode == 0, done.stderr
-    assert "prompts get other tokens in generation than in training (first: " in done.stdout
+    assert "prompts become other tokens in generation than in training (first: " in done.stdout
 
 
 def test_a_run_keeps_the_census_and_show_prints_it(

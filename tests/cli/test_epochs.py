@@ -46,7 +46,7 @@ def test_epochs_become_the_steps_that_pass_over_all_examples(call, write) -> Non
     changes = ("--set", "~training.max_steps", "--set", "training.num_train_epochs=2.5")
     planned, shown = plan_of(call, write("max_steps: 3"), *changes)
     assert planned["max_steps"] == steps
-    assert f"2.5 epochs of {counted} examples, 8 a step: {steps} steps" in shown
+    assert f"2.5 epochs of {counted} examples, 8 per step: {steps} steps" in shown
     # It is the same training as that of a recipe with these steps.
     assert plan_of(call, write(f"max_steps: {steps}"))[0] == planned
     assert planned["num_train_epochs"] is None

@@ -141,7 +141,7 @@ def test_a_store_that_does_not_answer_keeps_its_record_and_says_so(call: Cli, wr
     (run.path / "tracking.json").write_text(json.dumps({"uri": "http://other", "mlflow_run_id": "a"}))
     done = call("rm", run.run_id, "--yes")
     assert done.returncode == 0
-    told = "its record in MLflow was not deleted: it is in http://other, and the run's store is now sqlite:"
+    told = "its record in MLflow was not deleted: its record is in http://other, but the run's store is now sqlite:"
     assert told in done.stderr
     assert not run.path.exists()
 
@@ -252,7 +252,7 @@ def test_a_report_and_a_list_of_ids_survive_a_write_that_fails(call: Cli, write_
     words = [sys.executable, "-c", code, "compare", "@1", "--html", str(page)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, page.read_text()) == (100, "before")
-    assert done.stderr.splitlines()[-1].endswith("the file would be larger than this shell allows: raise `ulimit -f`")
+    assert done.stderr.splitlines()[-1].endswith("the file would exceed the limit of this shell: raise `ulimit -f`")
     assert [path.name for path in tmp_path.glob(".part-*")] == []
 
 

@@ -29,7 +29,7 @@ def test_a_cancelled_run_is_not_resumed_without_saying_so(call: Cli, run: RunFol
     done = call("resume", run.run_id)
     assert done.returncode == 2
     assert done.stderr == (
-        f"error: {run.run_id} was cancelled; `sparsebp resume {run.run_id} --cancelled` continues them anyway\n"
+        f"error: {run.run_id} was cancelled; `sparsebp resume {run.run_id} --cancelled` also continues cancelled runs\n"
     )
     assert sorted(run.path.iterdir()) == before
 

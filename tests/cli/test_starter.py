@@ -201,7 +201,7 @@ def test_rows_with_images_are_refused_before_a_folder_is_written(call: Cli, tmp_
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a cat"}]}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
     said = call("init", "mine", "--task", "chat", "--data", "rows.jsonl").stderr
-    assert "line 1: column 'messages', message 0: has a part of type 'image'; recipes train on text alone" in said
+    assert "line 1: column 'messages', message 0: has a part of type 'image'; recipes train only on text" in said
     assert not (tmp_path / "mine").exists()
 
 
@@ -219,11 +219,11 @@ def test_the_folder_names_the_data_of_the_package_where_none_are_given(call: Cli
         (["--task", "classification"], "needs --data"),
         (
             ["--task", "completion", "--columns", "a"],
-            "columns prompt and completion: the prompt is not trained on; got",
+            "columns prompt and completion: only the completion is trained; got",
         ),
         (
             ["--task", "completion", "--data", "python-docs"],
-            "python-docs has the columns text; for these, give --task text",
+            "python-docs has the columns text; for these columns, give --task text",
         ),
         (["--task", "text", "--model", "./none"], "model.name: no file or folder ./none"),
     ],
@@ -245,7 +245,7 @@ def test_files_of_a_starter_folder_are_valid_and_targets_passed_over(call: Cli, 
     done = call("validate", *sorted((tmp_path / "sums").glob("*.yaml")))
     lines = done.stdout.splitlines()
     assert (done.returncode, done.stderr, len(lines)) == (0, "", 3)
-    assert lines[0].endswith("targets.yaml: it defines targets and is no recipe")
+    assert lines[0].endswith("targets.yaml: it defines targets and is not a recipe")
 
 
 def test_a_folder_with_something_in_it_is_refused(call: Cli, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_a_name_that_cannot_be_a_new_policy_is_refused(call: Cli, tmp_path: Path
     ("task", "row", "said"),
     [
         ("completion", {"query": "a", "reply_text": "b"}, "name the columns by --columns PROMPT,COMPLETION"),
-        ("completion", {"instruction": "a", "input": "b", "output": "c"}, "for these, give --task chat"),
+        ("completion", {"instruction": "a", "input": "b", "output": "c"}, "for these columns, give --task chat"),
         ("completion", {"prompt": "a", "chosen": "b", "rejected": "c"}, "recipes do not train on preferences: use trl"),
         ("chat", {"query": "a", "reply_text": "b"}, "name the columns by --columns USER,ASSISTANT"),
     ],

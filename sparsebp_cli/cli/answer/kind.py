@@ -105,7 +105,7 @@ def document_schema(kind: DocumentKind) -> dict[str, Any]:
     version = own.get("const", own.get("default")) if kind.version is None else kind.version
     properties = {"schema": {**about, "const": version}, "kind": {"const": kind.name}, **made["properties"]}
     if "warnings" not in properties:
-        text = "What is wrong beside the answer, one line each."
+        text = "Problems that did not prevent the answer, one line each."
         properties["warnings"] = {"description": text, "items": {"type": "string"}, "type": "array"}
     if kind.version is None:  # a file that the record's own package has written is valid too
         made |= {"properties": properties, "required": sorted({*made.get("required", ()), "schema"})}

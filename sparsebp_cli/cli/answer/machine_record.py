@@ -9,7 +9,7 @@ class CheckReport(Answer):
     """Results of checks."""
 
     is_usable: bool
-    """Whether no check failed. The exit code is then 0, else 1."""
+    """true: no check failed, and the exit code is 0. false: the exit code is 1."""
     checks: dict[str, list[Checked]]
     """Checks by subject: ``this machine``, or the name of a target."""
 

@@ -34,7 +34,7 @@ class CheckedRecipe(Answer):
     file: str
     """File as given on the command line."""
     is_right: bool
-    """Whether the recipe can run. If so, ``error`` is null, else the facts about the recipe are null."""
+    """true: the recipe can run, and ``error`` is null. false: the facts about the recipe are null."""
     error: Problem | None = None
     """What is wrong."""
     name: str | None = None
@@ -61,7 +61,7 @@ class CheckedStudy(Answer):
     file: str
     """File as given on the command line."""
     is_scaled: bool
-    """Whether it is the small study of its key ``scale``."""
+    """true: these facts are about the small version of the study, from its key ``scale``."""
     study: str
     """Name of the study."""
     arms: list[str]
@@ -82,7 +82,7 @@ class CheckedRecipes(Answer):
     """Recipes and studies that were checked."""
 
     recipes: list[CheckedRecipe]
-    """In the given order, with invalid studies."""
+    """All recipes and the invalid studies, in the given order."""
     studies: list[CheckedStudy] = field(default_factory=list)
     """The valid studies."""
 
@@ -137,7 +137,7 @@ class PolicyLine(Answer):
     exact: bool | None = None
     """Whether its gradient equals the dense one; null if this depends on options, or the policy is broken."""
     unbiased: bool | None = None
-    """Whether its gradient equals the dense one on average; null as for ``exact``."""
+    """Whether its gradient equals the dense one on average; null in the same cases as ``exact``."""
     card: dict[str, Any] | None = None
     """When to use it, what it saves, what was claimed and measured."""
 

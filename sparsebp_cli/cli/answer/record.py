@@ -71,7 +71,7 @@ class Problem(Answer):
     nearest: str | None = None
     """The nearest allowed name to the given one."""
     changes: tuple[FieldChange, ...] = ()
-    """The differences, if a run has changed."""
+    """If a run has changed: the differences."""
     others: tuple[Problem, ...] = ()
     """Other problems of a recipe, in the order of the file."""
 

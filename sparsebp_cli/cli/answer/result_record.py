@@ -55,7 +55,7 @@ class RunFacts(Answer):
     layers: dict[str, Any]
     """By metric: fraction kept and fidelity by layer and step."""
     memory: dict[str, Any]
-    """By step: live bytes over a step, by part."""
+    """By step: bytes of live tensors over the course of a step, by part."""
     samples: dict[str, Any]
     """By step: generated texts."""
     proofs: dict[str, dict[str, dict[str, Number | None]]]
@@ -88,7 +88,7 @@ class SentRun(Answer):
     mlflow_run_id: str
     """Id of the run in MLflow; empty if it was not reached."""
     next: str
-    """Command that sends the run to another store, if its own is refused; else empty."""
+    """If its store refuses the run: command that sends it to another store. Else empty."""
 
 
 class SentRuns(Answer):

@@ -72,13 +72,13 @@ class RunOutcome(Answer):
     run: RunLine
     """The run at the end of the command."""
     exit_code: int
-    """What this run contributes to the command's exit code: 0 if nothing is wrong, or it was only started."""
+    """Exit code for this run: 0 if nothing is wrong, or if the run was only started."""
     text: str
     """How it ended, or what was done to it; empty if its state says enough."""
     log_file: str
     """Path of its worker's output."""
     changes: list[FieldChange] = field(default_factory=list)
-    """The changes for which it was refused."""
+    """The changes because of which the run did not start."""
     repeats: str | None = None
     """Id of the run that it repeats."""
     losses: Losses | None = None
@@ -98,7 +98,7 @@ class PlannedRun(Answer):
     """A run that was only planned."""
 
     run_id: str
-    """Id in the plan; no run has it yet."""
+    """Id in the plan; the run does not exist yet."""
     plan: dict[str, Any]
     """Content of ``plan.json``."""
     files: dict[str, str]
