@@ -60,7 +60,7 @@ def check_archive_path(path: Path) -> None:
     if not path.name.endswith(ENDINGS):
         raise UsageError(f"an archive is a {' or '.join(ENDINGS)} file, got {str(path)!r}")
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
+        raise UsageError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
 
 
 def list_members(run: RunFolder) -> Iterator[Member]:

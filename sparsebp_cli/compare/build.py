@@ -158,7 +158,7 @@ class _Builder:
         if run.missing_steps:
             has = f"the store has {run.steps} of {run.steps_planned} steps"
             return Exclusion(
-                "half sent", f"half sent: {has}; on its machine, `sparsebp sync {run.run_id}` sends the rest"
+                "half sent", f"half sent: {has}; `sparsebp sync {run.run_id}` on the machine of the run sends the rest"
             )
         if not run.finished:
             if run.broke_down and not run.repeats:
@@ -219,7 +219,7 @@ class _Builder:
     def _coarsened(self, group: str) -> str:
         if group == self.first or (common := self._common_steps(group, self.first)) is None:
             return ""
-        return f"evaluated at other steps than the baseline, so the difference uses the {len(common)} shared steps only"
+        return f"evaluated at other steps than the baseline, so the difference uses only the {len(common)} shared steps"
 
     def _diverged(self, group: str) -> list[LoadedRun]:
         found = [run for run in self.members[group] if not run.repeats and run.run_id in self.excluded]
@@ -291,13 +291,14 @@ class _Builder:
             return [f"no run here is dense: the baseline is {name}, so no saving is relative to dense training"]
         return [
             f"the baseline was chosen: {self.labels[self.first]}; without --baseline it is {self.labels[self.usual]}. "
-            "A baseline chosen after its result was seen makes differences that chance alone explains"
+            "If you choose a baseline after you saw its result, chance alone can make differences"
         ]
 
     def _other_examples(self) -> list[str]:
         there = self.counted[self.first]
         return [
-            f"{self.labels[group]} was evaluated on other examples than {self.labels[self.first]}, so not compared"
+            f"{self.labels[group]} was evaluated on other examples than {self.labels[self.first]}, so it is not "
+            "compared"
             for group, some in self.counted.items()
             if have_other_examples(some, there)
         ]

@@ -153,7 +153,7 @@ def describe_left_out(candidates: Sequence[RunCandidate], chosen: Sequence[RunCa
             new = [str(seed) for seed in candidate.find("seed") if str(seed) not in seeds[key]]
             left.setdefault(some[0].name, {}).update(dict.fromkeys(new))
     return [
-        f"{name}: more seeds are stored than you selected; no number here includes seeds {', '.join(sorted(found))}"
+        f"{name}: more seeds are stored than you selected; the numbers here leave out seeds {', '.join(sorted(found))}"
         for name, found in left.items()
         if found
     ]
@@ -203,7 +203,7 @@ def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[Ru
     if prefixed:
         raise RunNotFoundError(f"{word} is not unique: {', '.join(c.run_id for c in prefixed[:5])}")
     near = did_you_mean(word, [c.run_id for c in candidates] + [c.name for c in candidates if c.name])
-    raise RunNotFoundError(f"no run matches {word!r} in {place}{near}; `sparsebp runs` lists those of this machine")
+    raise RunNotFoundError(f"no run matches {word!r} in {place}{near}; `sparsebp runs` lists the runs of this machine")
 
 
 def _check_names(condition: Condition, candidates: Sequence[RunCandidate]) -> None:

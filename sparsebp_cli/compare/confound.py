@@ -134,12 +134,12 @@ def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tupl
     found = []
     digests = [_values("dataset digest", some) for some in (runs, others)]
     if all(digests) and digests[0] != digests[1]:
-        found.append("the data are others than the baseline's, which can explain all of that")
-    found += [f"{text}, which can explain all of that" for text in _other_data(runs, others)]
+        found.append("the data differ from the baseline's, which can explain the whole difference")
+    found += [f"{text}, which can explain the whole difference" for text in _other_data(runs, others)]
     for name in SOFTWARE:
         here, there = (_values(name, some) for some in (runs, others))
         if here and there and here != there:
-            found.append(f"of {name} {', '.join(sorted(here))}, the baseline of {', '.join(sorted(there))}")
+            found.append(f"{name} {', '.join(sorted(here))}, but {', '.join(sorted(there))} in the baseline")
     both = [*runs, *others]
     if dirty := sum(run.dirty for run in both):
         found.append(f"{dirty} of {len(both)} runs had uncommitted changes in the checkout, so their code may differ")
@@ -157,7 +157,7 @@ def _other_data(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Itera
             here, there = ({str(run.flat.get(key)) for run in some} for some in (runs, others))
             if here != there:
                 shown = " against ".join(", ".join(sorted(values)) for values in (here, there))
-                yield f"{tidy(key)} differs ({tidy(shown)}): the data may not be the baseline's"
+                yield f"{tidy(key)} differs ({tidy(shown)}): the data may differ from the baseline's"
 
 
 def ask_about_scale(metric: str, value: float | None, there: float | None) -> str:
@@ -183,7 +183,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     lines = [f"run {run.run_id}: {text}" for run in runs if (text := run.history.describe_unreadable())]
     for run in runs:
         for change in run.history.facts.get("changes", []):
-            values = f"{change['then']}, from step {change['step']} on {change['now']}"
+            values = f"{change['then']}; from step {change['step']} on: {change['now']}"
             lines.append(f"run {run.run_id} was resumed with an allowed change: {change['field']} ({values})")
     counted = [run for run in runs if run.finished and not run.repeats]
     if pairs := [*islice(ran_together(counted), MOST_PAIRS + 1)]:
@@ -212,8 +212,8 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
         lines.append(f"uncommitted changes in the checkout were present in {len(dirty)} of {len(counted)} runs")
     if untimed := [run for run in counted if not run.is_timed and run.history.metrics]:
         lines.append(
-            f"{len(untimed)} run{'s' * (len(untimed) > 1)} logged no step times: their curves against time use the "
-            "clock, evaluation and checkpoints included"
+            f"{len(untimed)} run{'s' * (len(untimed) > 1)} logged no step times: their times are of the clock, "
+            "evaluation and checkpoints included"
         )
     if unseeded := [run for run in counted if run.seed is None]:
         lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} logged no seed: not paired{_hint(unseeded)}")
@@ -226,13 +226,13 @@ def _compilation_warning(groups: Sequence[Group], runs: Sequence[LoadedRun]) -> 
     compiled = {run.group for run in runs if _is_compiled(run) == "yes"}
     if compiled and any(_is_compiled(run) == "no" for run in runs):
         which = ", ".join(group.label for group in groups if group.group in compiled)
-        yield f"{which} ran compiled (training.compile) and others did not: step times differ by the compiler, too"
+        yield f"{which} ran compiled (training.compile) and others did not, which also changes step times"
 
 
 def _hint(runs: Sequence[LoadedRun]) -> str:
     """Name a parameter that may be a seed, without treating it as one."""
     found = dict.fromkeys(key for run in runs for key in run.flat if key.lower().endswith("seed"))
-    return f"; --seed-param takes one of their parameters: {', '.join(found)}" if found else ""
+    return f"; --seed-param can name one of their parameters: {', '.join(found)}" if found else ""
 
 
 def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
@@ -286,8 +286,8 @@ def _saving_warning(group: Group) -> str:
     if share is None or low is None or low <= 1.0:
         return ""
     return (
-        f"{group.label}: its probes reached {share:.0%} of the time that its policy can save, which is more than "
-        "all of it: the limit or the clock is wrong"
+        f"{group.label}: its probes saved more time ({share:.0%}) than its policy can save: the limit or the clock is "
+        "wrong"
     )
 
 
@@ -300,7 +300,7 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
     )
     recipes = [rename_keys(run.recipe) for run in runs]
     chosen = any(flatten(recipe).get("backward.execution") == "reference" for recipe in recipes)
-    why = "; expected: backward.execution: reference computes every product" if chosen else ""
+    why = "; this is expected, because backward.execution: reference computes every product" if chosen else ""
     return (
         f"{group.label}: claims to need {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "
         f"executed (counted{why})"

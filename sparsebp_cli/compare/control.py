@@ -55,7 +55,7 @@ WORDS: dict[Kind, str] = {
     "smaller_batch": "dense with a smaller batch",
     "fewer_examples": "dense with fewer examples",
     "by_length": "dense with batches of similar length",
-    "own_learning_rate": "dense with a learning rate of its own",
+    "own_learning_rate": "dense with another learning rate",
 }
 
 Entry = dict[str, object]

@@ -59,7 +59,7 @@ def _changes(comparison: Comparison) -> list[Grid]:
 
 def _confounds(comparison: Comparison) -> Grid:
     rows = tuple((c.name, value, ", ".join(labels)) for c in comparison.confounds for value, labels in c.values)
-    note = "Any of these can explain a difference as well as the recipe can."
+    note = "Each of these can explain a difference, as the recipe can."
     return Grid("Other differences", ("what", "value", "groups"), rows, note, aside=3)
 
 
@@ -79,12 +79,12 @@ def _speed(comparison: Comparison) -> Grid:
         )
     columns = ("group", "step", "fwd + bwd + opt", "to baseline", "limit", "reached")
     note = (
-        "Step: median [quartiles], without warm-up, evaluation and checkpoints; beside it the medians of forward, "
-        "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% "
-        "interval on the logarithm, simultaneous as that of quality is]; withheld: the machine was busy, or drifted. "
-        "Limit: how much faster forward and backward of all steps would be if time fell as their FLOPs do. Reached: "
-        "the share of the time that the limit would save. It follows from the time of a FLOP in probes, where dense "
-        "and policy take turns."
+        "Step: median time [quartiles] without warm-up, evaluation and checkpoints. The next column has the medians "
+        "of forward, backward and optimizer. To baseline: geometric mean of the ratios of step times, paired by seed "
+        "[95% interval on the logarithm, simultaneous like the interval of quality]. Withheld: the machine was busy, "
+        "or its speed drifted. Limit: speed-up of forward and backward over all steps if time fell like their FLOPs. "
+        "Reached: fraction of that saving in time, from the time per FLOP in probes, which run dense and policy "
+        "alternately."
     )
     return Grid("Speed", columns, tuple(rows), note, bold=find_gains(comparison, comparison.groups, "step time", 3))
 
@@ -113,10 +113,10 @@ def _spent(comparison: Comparison) -> Grid:
         if (s := group.speed).flops is not None
     ]
     note = (
-        "FLOPs of all steps of a run: forward, backward, update and trial passes over the batches that it had. Cost: "
-        "these over the baseline's, paired by seed [95% interval]. Step seconds: the same of the CPU, on CUDA of the "
-        "clock, on this machine with these kernels. Differ: by more than a tenth, so other controls are of equal cost "
-        "in seconds."
+        "FLOPs: forward, backward, update and trial passes of all steps, on the run's own batches. Cost: these FLOPs "
+        "divided by the baseline's, paired by seed [95% interval]. Step seconds: the same ratio of CPU seconds (on "
+        "CUDA: seconds of the clock). Differ: the two ratios differ by more than a tenth, so controls of equal "
+        "seconds would be other runs."
     )
     columns = ("group", "FLOPs", "cost", "step seconds", "FLOPs and seconds")
     return Grid("Cost of all steps", columns, tuple(rows), note)
@@ -137,9 +137,8 @@ def _step_memory(costs: Sequence[tuple[str, Cost]]) -> Grid:
                 (label, *(show.scaled(float(n), BYTES) for n in (split.total, *(getattr(split, p) for p in PARTS))))
             )
     note = (
-        "What PyTorch's allocator had given out at the highest moment of a step that was watched. Saved activations: "
-        "what a forward has saved for the backward. Workspace: results that nothing saved, gradients on their way, "
-        "temporaries."
+        "Memory from PyTorch's allocator at the peak of a traced step. Saved activations: tensors that a forward "
+        "saved for the backward. Workspace: other temporary tensors, such as results that nothing saved."
     )
     columns = ("group", "peak", *(PART_WORDS[part] for part in PARTS))
     return Grid("Memory of one step at its peak", columns, tuple(rows), note)
@@ -158,10 +157,10 @@ def _memory(comparison: Comparison) -> Grid:
             shown.append(group)
     columns = ("group", "held", "to baseline", "weights", "gradients", "optimizer", "saved", "peak")
     note = (
-        "Held: the most that a step holds, by the allocator of CUDA, else by the tensors of a watched step; "
-        "the ratio is paired by seed, its interval simultaneous as that of quality is. Saved: what autograd holds "
-        "between forward and backward, parameters left out. Peak: the largest of all runs; that of a process also "
-        "holds libraries, data and what it kept from before, and is compared with nothing."
+        "Held: the most memory in a step, by the allocator of CUDA, or else by the tensors of a traced step. The "
+        "ratio is paired by seed, with an interval simultaneous like the interval of quality. Saved: what autograd "
+        "stores between forward and backward, without parameters. Peak: the largest of all runs. The peak of a "
+        "process includes libraries, data and older memory, so it is not compared."
     )
     return Grid("Memory", columns, tuple(rows), note, bold=find_gains(comparison, shown, "memory", 2))
 
@@ -188,11 +187,11 @@ def _work(comparison: Comparison) -> Grid:
         )
     columns = ("group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error", "of SGD's noise")
     note = (
-        "Backward executed: FLOPs as counted, and their share of dense's, which computes every gradient. Claimed: the "
-        "share that the policy said it would leave. Kept: of the gradient's entries. Cosine and relative error: to the "
-        "dense gradient of the same batch, medians over the steps of all runs. Of SGD's noise: the squared error over "
-        "the variance of the dense gradient over batches. Far below 1 the error is lost in the noise that training has "
-        "anyway; far above 1 equal steps cannot make up for it."
+        "Backward executed: counted FLOPs. Of dense: their fraction of dense, which computes every gradient. Claimed: "
+        "the fraction that the policy estimated. Kept: fraction of the gradient's entries. Cosine and relative error: "
+        "against the dense gradient of the same batch, medians over the steps of all runs. Of SGD's noise: squared "
+        "error divided by the variance of the dense gradient over batches. Far below 1, the error disappears in the "
+        "noise of training. Far above 1, equal steps cannot make up for it."
     )
     return Grid("Backward work and fidelity of the gradient", columns, tuple(rows), note)
 
@@ -212,11 +211,12 @@ def _choice(comparison: Comparison) -> Grid:
     )
     columns = ("group", "first step", "trained", "worth", "pays below", "targets", "examples", "rows")
     note = (
-        "Estimates before training. First step: FLOPs of its forward and backward over dense. Trained: of "
-        "the units that the policy chooses among. Worth: how many dense units each of them must be worth, since dense "
-        "with that part of the batch costs the same. Targets, examples, rows: effective sample size of the gradients "
-        "over their number. Choosing by norm can pay only where that of its units is below the column pays below, and "
-        f"gains at most 3 / (1 + 2 x size) over dense at the same cost ({HOW_SURE})."
+        "Estimates before training. First step: FLOPs of its forward and backward divided by dense. Trained: "
+        "fraction of the units (such as examples) that the policy trains. Worth: how many dense units a trained unit "
+        "must be worth, since dense trains a smaller batch at the same cost. Targets, examples, rows: effective "
+        "sample size of the gradients divided by their number. Choosing by norm can pay only if this ratio, for the "
+        "policy's units, is below the column pays below. Then it gains at most 3 / (1 + 2 x ratio) over dense at the "
+        f"same cost ({HOW_SURE})."
     )
     return Grid("What choosing could gain", columns, rows, note)
 
@@ -227,7 +227,7 @@ def _left_out(comparison: Comparison) -> Grid:
         for run in comparison.runs
         if not run.counts
     )
-    return Grid("Runs that are in no mean", ("run", "group", "seed", "steps", "why"), rows, aside=5)
+    return Grid("Runs that no mean includes", ("run", "group", "seed", "steps", "why"), rows, aside=5)
 
 
 def _show_value(value: object) -> str:
@@ -267,13 +267,13 @@ def _quality(comparison: Comparison) -> Grid:
     for group in comparison.groups:
         difference = group.quality.difference
         if difference is not None and difference.dropped:
-            note += f" {group.label}: in no pair, seed {', '.join(map(str, difference.dropped))}."
+            note += f" {group.label}: without a pair, seed {', '.join(map(str, difference.dropped))}."
     if comparison.shared_seeds:
         note += f" Means are over the seeds that the groups share: {', '.join(map(str, comparison.shared_seeds))}."
     if corrected:
         note += f" {_describe_families(comparison)}"
     if comparison.metric == comparison.course and comparison.metric.startswith("eval/"):
-        note += " One split did both: choices that were made by it are flattered on it."
+        note += " If this split also made choices, they look better on it than they are."
     if comparison.reducer == "best":
         note += " The best of many evaluations favours runs that were evaluated more often."
     bold = find_gains(comparison, comparison.groups, "quality", 3)
@@ -293,11 +293,11 @@ def _describe_families(comparison: Comparison) -> str:
     each = f" in each of these {len(comparison.families)} families" if several else ""
     in_all = f", in all of them together at most {5 * len(comparison.families)}%" if several else ""
     tuned = any(one.quality.difference and one.quality.difference.choice_error for one in comparison.groups)
-    values = "" if tuned else " How the values of these recipes were chosen is in no interval."
+    values = "" if tuned else " The intervals leave out how the values of these recipes were chosen."
     return (
-        "Intervals to the baseline are simultaneous and p is corrected (Holm), over quality, step time and memory held "
-        "of all groups; both rest on the larger of a group's own spread and that of all groups. Statements that are "
-        f"tested: {counts}. The chance that any of them is false is at most 5%{each}{in_all}.{values}"
+        "Intervals to the baseline are simultaneous, and p is corrected (Holm), for quality, step time and memory of "
+        "all groups. Both use the spread of the group or of all groups, whichever is larger. Tested statements: "
+        f"{counts}. The chance that any of them is false is at most 5%{each}{in_all}.{values}"
     )
 
 
@@ -312,10 +312,10 @@ def _margin(comparison: Comparison) -> Grid:
             rows.append((group.label, *cells))
     title = "" if comparison.margin is None else f"{comparison.metric}: not worse by more than {comparison.margin:g}?"
     note = (
-        "p: that the true difference is the margin, corrected for the number of groups. Equal within: neither worse "
-        "nor better by more than the margin. Both answers are of one look at a number of seeds that was fixed "
-        "beforehand; at any look: the first answer, if one looks again after every seed. More seeds: so many more "
-        "would decide in one look with a chance of 80%, were true difference and spread those seen; a dash: more than "
+        "p: for a true difference equal to the margin, corrected for the number of groups. Equal within: neither "
+        "worse nor better by more than the margin. Both answers assume one look at a number of seeds fixed "
+        "beforehand. At any look: the first answer if you look after every seed. More seeds: this many more would "
+        "decide in one look with a chance of 80%, if the true difference and spread are those seen. A dash: more than "
         "200, or unknown."
     )
     columns = ("group", "answer", "p", "equal within", "at any look", "more seeds")
@@ -332,13 +332,15 @@ def _at_equal(comparison: Comparison) -> Grid:
             values = (show.of_spread(entry.quality), show.of_spread(entry.others), show.of_difference(entry.difference))
             rows.append((group.label, entry.other, amount, *values))
     note = (
-        "Two groups at a time, on the seeds that both have: the evaluation at the cost of the cheaper one (up to 10% "
-        "earlier or 5% later); training time where a cost is not known. For the more expensive one, the learning rate "
-        "was then still under way: dense with its own schedule, among the controls, is the fair one. A dense step "
-        "computes every gradient."
+        "Two groups at a time, on the seeds that both have, at the evaluation nearest to the cost of the cheaper "
+        "group (up to 10% earlier or 5% later). If a cost is unknown, training time replaces it. The learning rate of "
+        "the more expensive group was then not yet at its end: the control run with its own schedule is fairer. A "
+        "dense step computes every gradient."
     )
     if any(row[3] == show.NONE for row in rows):
-        note += " A dash: one of the two was not evaluated near there; measure.eval_every says how often to evaluate."
+        note += (
+            " A dash: one of the groups was not evaluated near there; measure.eval_every sets how often to evaluate."
+        )
     metric = comparison.course
     columns = ("group", "against", "after", metric, "of the other", "difference")
     return Grid("At equal cost, pair by pair", columns, tuple(rows), note, aside=3)
@@ -362,9 +364,9 @@ def _examples(comparison: Comparison, everything: bool) -> Grid:
     name = metrics.pop() if len(metrics) == 1 else "metric, or loss,"
     columns = ("group", "seed", f"{name} to baseline", "examples", "p", "of them worse")
     note = (
-        "Descriptive: the two trained models of one seed on the same held-out examples, which weigh alike here. The "
-        "interval is over documents, or over blocks of consecutive examples where documents are not known or fewer "
-        "than 10, because neighbours resemble each other; it stands alone. p is corrected for all rows of all groups "
+        "Descriptive: the two trained models of one seed on the same held-out examples, with equal weights. "
+        "Neighbours resemble each other, so the interval is over documents, or over blocks of consecutive examples if "
+        "documents are unknown or fewer than 10. It is not corrected. p is corrected for all rows of all groups "
         "(Holm). Neither says anything about other seeds."
     )
     return Grid("Example by example", columns, rows, note, aside=2)
@@ -388,9 +390,9 @@ def _reach(comparison: Comparison) -> Grid:
         rows.append((group.label, f"{reach.reached} of {reach.of}", *cells, "" if group.baseline else ratio))
     columns = ("group", "runs that reached it", "steps", "training time", "time to baseline")
     note = (
-        "Means, by the first evaluation at or past it, at the steps at which all runs evaluated, never in between. "
-        "Over: some runs never reached it and count as long as they trained, so the true mean is larger. Times are "
-        "compared only where every run of both groups reached it: the others would be a choice of winners."
+        "Means over runs of the first evaluation that reached the value, at steps at which all runs evaluated. Over: "
+        "some runs never reached it and count with their whole training, so the true mean is larger. Times are "
+        "compared only if every run of both groups reached it: otherwise only winners would be compared."
     )
     title = "" if comparison.target is None else f"Time to {comparison.metric} {comparison.target:g}"
     return Grid(title, columns, tuple(rows), note)
@@ -408,12 +410,12 @@ def _controls(comparison: Comparison) -> Grid:
         for c in comparison.controls
     )
     note = (
-        f"Cost: of the control over that of the group, at least 1. To the control: {comparison.metric} of the group "
-        "minus that of the control, paired by seed."
+        f"Cost: of the control, divided by the group's; at least 1. To the control: {comparison.metric} of the group "
+        f"minus {comparison.metric} of the control, paired by seed."
     )
     commands = tuple(dict.fromkeys(control.command for control in comparison.controls if control.command))
     if commands:
-        note += " What is missing is made by:"
+        note += " These commands make the missing controls:"
     return Grid(
         "Controls", ("group", "control", "is", "cost", "to the control"), rows, note, aside=3, commands=commands
     )

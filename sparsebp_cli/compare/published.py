@@ -165,7 +165,9 @@ def _note(published: Published) -> str:
             f"{note} Scaled: these runs have another setting, {', '.join(published.scaled)}. Their numbers neither "
             "support nor contradict the claims."
         )
-    return f"{note} Measured: mean and standard deviation (runs); one `of` another group is a ratio, paired by seed."
+    return (
+        f"{note} Measured: mean and standard deviation (runs); a metric `of` another group is a ratio, paired by seed."
+    )
 
 
 def _find_units(number: ClaimedNumber) -> show.Units | None:

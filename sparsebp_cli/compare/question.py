@@ -158,7 +158,10 @@ def find_declared(runs: Iterable[LoadedRun], metric: str) -> Metric | None:
     declared = [run.history.facts.get("metrics", {}) for run in runs]
     ways = sorted({one[metric]["better"] for one in declared if metric in one})
     if len(ways) > 1 and metric not in METRICS:
-        raise UsageError(f"some of these runs declare that {metric} is better when {ways[0]}, others when {ways[1]}")
+        raise UsageError(
+            f"some of these runs declare that {metric} is better when {ways[0]}, others when {ways[1]}: compare them "
+            "separately"
+        )
     return find_known(metric, declared)
 
 

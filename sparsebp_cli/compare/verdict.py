@@ -66,7 +66,7 @@ def give_verdict(
         found += _controls(controls, speed, way)
     found += _note(*doubts.sources)
     lost = describe_lost(doubts)
-    found += _note(lost + ", so quality is that of the survivors" * bool(lost and quality.final))
+    found += _note(lost + ", so the quality is of the other runs only" * bool(lost and quality.final))
     return tuple(found)
 
 
@@ -120,7 +120,7 @@ def _common_step(unequal: Unequal, reasons: tuple[str, ...]) -> list[Statement]:
     if unequal.difference is None:
         return _note("there is no step at which both were evaluated")
     number = Number.of(unequal.metric, unequal.difference)
-    where = f"at step {unequal.common_step:,}, the last that both evaluated"
+    where = f"at step {unequal.common_step:,}, the last step that both evaluated"
     return [Statement(_judge(unequal.difference, None, ""), "common step", (number,), (*reasons, where))]
 
 
@@ -196,7 +196,7 @@ def _margin_reasons(decision: NotWorse) -> tuple[str, ...]:
     if decision.more_seeds is not None:
         return (f"about {decision.more_seeds} seed{'s' * (decision.more_seeds > 1)} more would decide in one look",)
     if decision.answer not in {decision.anytime, "inconclusive"}:
-        return (f"in one look; if one has looked before: {decision.anytime}",)
+        return (f"in one look; if you looked before: {decision.anytime}",)
     return ()
 
 
@@ -219,7 +219,7 @@ def _step_time(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> Statem
 
 def _describe_hardware(hardware: Sequence[str]) -> str:
     what = "another compilation" if COMPILATION in hardware else "different hardware"
-    return f"the step times are of {what} ({', '.join(hardware)}), which can explain all of that"
+    return f"the step times are of {what} ({', '.join(hardware)}), which can explain the whole difference"
 
 
 def _judge_ratio(number: Number) -> Outcome:
@@ -256,14 +256,17 @@ def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[State
     if not any(control.kind == "dense" for control in controls):
         return found
     if speed.step_cost is None:
-        return [*found, *_note("what a step costs is not known (no probe), so there is no dense at equal cost")]
+        return [*found, *_note("the cost of a step is unknown (no probe), so no dense run has a known equal cost")]
     if speed.step_cost > SAVES:
-        return [*found, *_note("a step saves less than 2 % of a dense one: nothing that dense could use")]
+        return [
+            *found,
+            *_note("a step saves less than 2 % of a dense step, so no dense control at equal cost is needed"),
+        ]
     equal = [control for control in controls if control.kind in EQUAL_COST]
     if best := [control for control in equal if control.is_best]:
         found.append(_against_best(best[0], speed, way))
     elif any(control.found for control in equal):
-        found += _note("no seed is shared with dense at equal cost")
+        found += _note("no dense run of equal cost shares a seed")
     if missing := [WORDS[control.kind] for control in equal if not control.found]:
         found += _note(f"not compared at equal cost with {', '.join(missing)}")
     return found

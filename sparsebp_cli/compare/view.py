@@ -66,11 +66,10 @@ def _pareto(comparison: Comparison) -> Grid:
         quality = show.of_plain(trade.quality, 4) if trade.sd is None else f"{trade.quality:.4g} ± {trade.sd:.2g}"
         rows.append((trade.label, quality, *(SHOW_COST[cost][1](trade.costs[cost]) for cost in costs), place_of))
     note = (
-        "Beaten by: nowhere worse and somewhere better in these numbers over the shared seeds, whether by chance or "
-        "not. A group stands at the baseline's mean plus its paired difference, and at the baseline's time and memory "
-        "times their paired ratio; ± is the standard deviation over its own seeds. Cost: FLOPs of all steps over the "
-        "baseline's (of older runs by their probes). A dash: not measured, or "
-        "withheld because the machine was busy."
+        "Beaten by: groups that are nowhere worse and somewhere better in these numbers, perhaps by chance. Quality: "
+        "the baseline's mean plus the paired difference. Time and memory: the baseline's, times the paired ratio. ±: "
+        "standard deviation over the group's own seeds. Cost: FLOPs of all steps divided by the baseline's (of older "
+        "runs: from probes). A dash: not measured, or withheld because the machine was busy."
     )
     columns = ("group", comparison.metric, *(SHOW_COST[cost][0] for cost in costs), "beaten by")
     return Grid("Quality and cost", columns, tuple(rows), note, words_last=True)
@@ -86,11 +85,11 @@ def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
         cells = [show.of_spread(spread(_values_at(some, at))) for some in lines.values()]
         rows.append((f"{at:.3g} s" if along == "wall_time" else f"{at:,.0f}", *cells))
     heads = {"step": "step", "tokens": "tokens", "cost": "dense steps", "wall_time": "training time"}
-    note = "Mean ± standard deviation (seeds) of the last value at or before; nothing is interpolated."
+    note = "Mean ± standard deviation (seeds) of the last value up to this point, without interpolation."
     if comparison.shared_seeds:
         shared = set(comparison.shared_seeds)
         short = [group.label for group in comparison.groups if set(group.seeds) == shared]
-        why = f": {', '.join(short)} {'have' if len(short) > 1 else 'has'} no others" if short else ""
+        why = f": {', '.join(short)} {'have' if len(short) > 1 else 'has'} no other seeds" if short else ""
         note += f" Seeds that the groups share: {', '.join(map(str, sorted(shared)))}{why}."
     return Grid(metric, (heads[along], *lines), tuple(rows), note)
 
@@ -147,7 +146,7 @@ def _layers(group: Group) -> Grid:
             cells += [show.of_plain(fmean(known), 2) if known else show.NONE, _shade(row)]
         rows.append(tuple(cells))
     steps = f"steps {layers.steps[0]} to {layers.steps[-1]}" if layers.steps else "no steps"
-    note = f"Mean over {steps}, and each of them as a shade from 0 (empty) to 1 (full)."
+    note = f"Mean over {steps}, and each step as a shade from 0 (empty) to 1 (full)."
     if len(layers.names) > MOST_LAYERS:
         note += f" {len(layers.names) - MOST_LAYERS} more are in -o json and in pictures."
     columns = ("layer", "kept", "over steps", "cosine", "over steps ")

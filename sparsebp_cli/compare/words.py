@@ -68,7 +68,7 @@ def _level(statement: Statement, inside: str) -> str:  # noqa: PLR0911 - one sen
             return f"exact: what differs is rounding ({size})"
         case "fault":
             how = f" ({_count(number)})" if few else inside
-            return f"declared exact, but {size}{how} is far more than rounding: a fault"
+            return f"declared exact, but {size}{how} is far more than rounding: an error"
         case "identical":
             return f"{name} is identical on all {number.count} seeds"
         case "equal within the margin":
@@ -82,7 +82,7 @@ def _level(statement: Statement, inside: str) -> str:  # noqa: PLR0911 - one sen
             return f"{_count(number)}: no statement about quality"
         case "no statement" if number.p is None:
             same = f"differs by the same {number.value:+.3g} on all {number.count} seeds"
-            return f"{name} {same}: seeds change nothing here, so there is no statement"
+            return f"{name} {same}: the seed changes nothing, so there is no statement"
         case "no statement":
             lost = "but others diverged, so there is no statement about quality"
             return f"{name} differs by {number.value:+.3g}{inside}, {lost}"
@@ -97,7 +97,7 @@ def _within(statement: Statement) -> str:
 
 
 def _count(number: Number) -> str:
-    waits = f"{number.count} shared seeds, and planned runs that are not over"
+    waits = f"{number.count} shared seeds, but some planned runs have not ended"
     return COUNTS.get(number.count, waits if number.count else "no shared seed")
 
 

@@ -53,4 +53,4 @@ def test_a_study_that_is_not_over_says_what_its_statements_wait_for(make_run: Ma
     runs = [make_run("plain", seed, loss=3.0 + seed / 100) for seed in range(3)]
     runs += [make_run("other", seed, **TOPK, loss=3.1 + seed / 99) for seed in range(3)]
     verdict = compare_runs(runs, Question(is_complete=False)).groups[1].verdict
-    assert verdict.startswith("3 shared seeds, and planned runs that are not over: no statement about quality")
+    assert verdict.startswith("3 shared seeds, but some planned runs have not ended: no statement about quality")

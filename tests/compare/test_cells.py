@@ -30,7 +30,7 @@ from .test_faces import draw_runs, write_card
 MakeRun = Callable[..., RunFolder]
 Forms = dict[str, set[str]]  # how a number is written, to the paths of the record that are written so
 UNITS = {"bytes": show.BYTES, "flops": show.FLOPS, "seconds": show.SECONDS}
-NO_RECORD = {"Recipe differences", "Other differences", "Runs that are in no mean", "Controls"}  # of recipes and runs
+NO_RECORD = {"Recipe differences", "Other differences", "Runs that no mean includes", "Controls"}  # of recipes and runs
 NUMBER = re.compile(r"[-+<]?\d[\d.,]*(?:e[-+]\d+)?x?%?(?: (?:[kMGTP]?B|[MGTP]?FLOP|m?s|µs))?")
 METRIC, COURSE, BASE = "{metric}", "{course}", "{base}"
 OF_QUALITY = {"final": METRIC, "difference": METRIC, "at_equal": COURSE, "unequal": COURSE}  # the metric of a path

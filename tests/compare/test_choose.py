@@ -169,7 +169,7 @@ def test_seeds_of_the_same_recipe_that_were_not_chosen_are_named(make_run: MakeR
     runs = [make_run("dense", seed) for seed in range(10)] + [make_run("other", 3, training={"max_steps": 9})]
     every = local_candidates()
     chosen = choose(every, [runs[0].run_id, runs[7].run_id], None, "here")
-    told = "dense: more seeds are stored than you selected; no number here includes seeds 1, 2, 3, 4, 5, 6, 8, 9"
+    told = "dense: more seeds are stored than you selected; the numbers here leave out seeds 1, 2, 3, 4, 5, 6, 8, 9"
     assert describe_left_out(every, chosen) == [told]
     assert describe_left_out(every, choose(every, [], "seed<5 or seed>6", "here")) == [told.partition("1,")[0] + "5, 6"]
     assert describe_left_out(every, every) == []

@@ -99,7 +99,7 @@ def test_runs_of_unequal_length_are_never_plainly_better(make_run: MakeRun) -> N
     runs += [make_run("topk", s, loss=x - 0.4 - s / 100, **TOPK) for s, x in enumerate(LOSSES)]
     verdict = sparse(runs).verdict
     assert verdict.startswith("after 20 steps against 10, eval/loss is lower by 1.41 (")
-    assert "; at step 10, the last that both evaluated, eval/loss is lower by 0.41 " in verdict
+    assert "; at step 10, the last step that both evaluated, eval/loss is lower by 0.41 " in verdict
     assert "better" not in verdict
 
 
@@ -119,14 +119,14 @@ def test_runs_of_one_length_are_compared_plainly(make_run: MakeRun) -> None:
 
 def test_other_training_data_reach_the_verdict(make_run: MakeRun) -> None:
     verdict = sparse(pair(make_run, facts={"dataset_digest": "xyz"})).verdict
-    assert "the data are others than the baseline's, which can explain all of that" in verdict
+    assert "the data differ from the baseline's, which can explain the whole difference" in verdict
     assert "the data are others" not in sparse(pair(make_run)).verdict
 
 
 def test_another_torch_or_transformers_reaches_the_verdict(make_run: MakeRun) -> None:
     packages = {"packages": {"torch": "2.11", "peft": ""}}
     verdict = sparse(pair(make_run, environment=packages)).verdict
-    assert "of torch 2.11, the baseline of 2.13" in verdict
+    assert "torch 2.11, but 2.13 in the baseline" in verdict
 
 
 def test_uncommitted_code_reaches_the_verdict(make_run: MakeRun) -> None:
@@ -151,7 +151,7 @@ def test_the_best_of_more_evaluations_finds_nothing_in_nothing(make_run: MakeRun
     group = sparse(runs, Question(reducer=Reducer.parse("best")))
     assert group.quality.difference is not None
     assert group.quality.difference.mean == pytest.approx(0.0)
-    assert "evaluated at other steps than the baseline, so the difference uses the 3 shared steps only" in group.verdict
+    assert "evaluated at other steps than the baseline, so the difference uses only the 3 shared steps" in group.verdict
     assert not sparse(runs).quality.coarsened
 
 
@@ -172,7 +172,7 @@ def test_more_time_saved_than_there_is_gives_a_warning(
             for step in (15, 16):
                 values = probed | {"probe/policy_seconds": seconds[1]}
                 journal.write("metrics", step=step, values=values)
-    impossible = [line for line in compare_runs(runs).warnings if "more than all" in line]
+    impossible = [line for line in compare_runs(runs).warnings if "saved more time" in line]
     assert bool(impossible) is is_impossible
 
 

@@ -141,7 +141,7 @@ def test_an_answer_of_one_look_names_what_holds_at_any_look(make_run: MakeRun) -
     group = of(compare_runs(groups(make_run, [0.0], 3, noise=0.0005), Question(margin=0.05)), "p0")
     assert group.quality.not_worse is not None
     assert (group.quality.not_worse.answer, group.quality.not_worse.anytime) == ("yes", "inconclusive")
-    assert "yes (in one look; if one has looked before: inconclusive)" in group.verdict
+    assert "yes (in one look; if you looked before: inconclusive)" in group.verdict
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_one_seed_of_an_exact_policy_that_differs_by_much_is_a_fault(make_run: M
         ).verdict
 
     assert verdict(1.5).startswith(
-        "declared exact, but +0.5 in eval/loss (one seed) is far more than rounding: a fault"
+        "declared exact, but +0.5 in eval/loss (one seed) is far more than rounding: an error"
     )
     assert verdict(1.000001).startswith("exact: what differs is rounding (+1e-06 in eval/loss); ")
 

@@ -100,7 +100,7 @@ def test_a_run_that_did_not_finish_is_shown_with_its_reason_and_in_no_mean(
     assert not line.counts
     assert line.steps == 10
     assert line.reason == (f"{end}: out of memory" if end else "interrupted")
-    assert "1 run did not finish, so quality is that of the survivors" in sparse.verdict
+    assert "1 run did not finish, so the quality is of the other runs only" in sparse.verdict
 
 
 def test_a_run_that_is_still_working_is_shown_as_running(two_groups: list[RunFolder], make_run: MakeRun) -> None:
@@ -277,9 +277,9 @@ def test_a_compiled_run_beside_an_uncompiled_one_is_a_confound(make_run: MakeRun
     found = compare_runs([plain, compiled])
     confound = next(c for c in found.confounds if c.name == "torch.compile")
     assert confound.values == (("no", ("dense",)), ("yes", ("topk-rows",)))
-    warning = "topk-rows ran compiled (training.compile) and others did not: step times differ by the compiler, too"
+    warning = "topk-rows ran compiled (training.compile) and others did not, which also changes step times"
     assert warning in found.warnings
-    assert "another compilation (torch.compile), which can explain all of that" in found.groups[1].verdict
+    assert "another compilation (torch.compile), which can explain the whole difference" in found.groups[1].verdict
     same = compare_runs([make_run(training={"compile": True}), compiled])
     assert not any("compile" in line for line in (*same.warnings, *(c.name for c in same.confounds)))
 

@@ -76,7 +76,7 @@ def test_without_a_probe_the_counted_flops_tell_the_cost(make_run: MakeRun) -> N
 def test_where_nothing_tells_the_cost_the_verdict_says_so(make_run: MakeRun) -> None:
     gone = {"flops/forward": float("nan"), "flops/backward_executed": float("nan"), "flops/backward_dense": 0.0}
     found = compare_runs([*study(make_run)[:3], *seeds(make_run, "topk", (0.1, 0.1, 0.11), **TOPK, metrics=gone)])
-    assert "what a step costs is not known (no probe), so there is no dense at equal cost" in found.groups[1].verdict
+    assert "the cost of a step is unknown (no probe), so no dense run has a known equal cost" in found.groups[1].verdict
 
 
 # What makes a run a control
@@ -164,7 +164,7 @@ def test_the_best_dense_of_equal_cost_is_named_with_its_cost_and_the_missing_one
     verdict = group_named(found, "topk").verdict
     said = "worse than the best dense of equal cost, dense with a smaller batch (dense-b8, 1.00x the policy's cost, "
     assert f"{said}timed in turns), by 0.213" in verdict
-    assert "not compared at equal cost with dense with a learning rate of its own" in verdict
+    assert "not compared at equal cost with dense with another learning rate" in verdict
 
 
 def test_the_best_control_is_chosen_on_the_seeds_that_it_shares(make_run: MakeRun) -> None:

@@ -37,7 +37,7 @@ def test_losses_on_other_held_out_examples_are_no_difference_of_the_models(make_
     assert group.quality.difference is None
     assert group.quality.not_worse is None
     assert group.verdict.startswith("evaluated on other examples than the baseline: no statement about quality; ")
-    assert "topk was evaluated on other examples than dense, so not compared" in found.warnings
+    assert "topk was evaluated on other examples than dense, so it is not compared" in found.warnings
     assert "cannot be decided" in check(found, "eval/loss.delta.high > 0.02")[0].text
 
 
@@ -64,7 +64,7 @@ def test_as_many_examples_of_other_lengths_are_other_examples(make_run: MakeRun)
 def test_step_times_of_another_machine_are_said_to_be_that(make_run: MakeRun) -> None:
     elsewhere = {"facts": {"device": "cuda"}, "environment": {"gpu": "H200"}, "seconds": 0.01}
     text = sparse(compare_runs(pair(make_run, **elsewhere))).verdict
-    assert "the step times are of different hardware (device), which can explain all of that" in text
+    assert "the step times are of different hardware (device), which can explain the whole difference" in text
     assert "hardware" not in sparse(compare_runs(pair(make_run, seconds=0.01))).verdict
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_diverged_is_told_apart_from_one_that_did_not_finish(make_run
     runs = pair(make_run)
     runs += [make_run("topk", 7, loss=float("nan"), **TOPK), make_run("topk", 8, end="failed", steps=10, **TOPK)]
     text = sparse(compare_runs(runs)).verdict
-    assert text.endswith("1 run did not finish, 1 run diverged, so quality is that of the survivors.")
+    assert text.endswith("1 run did not finish, 1 run diverged, so the quality is of the other runs only.")
 
 
 @pytest.mark.parametrize("value", [1e308, -1e300])

@@ -235,7 +235,7 @@ def test_a_store_of_an_earlier_mlflow_is_read_and_stays_as_it_was(tmp_path: Path
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("newer", "a newer MLflow wrote it than .*: start `mlflow server` there and give its address"),
+        ("newer", "a newer MLflow than .* wrote it: start `mlflow server` with the newer one, and give its address"),
         ("text", "file is not a database"),
         ("locked", "database is locked"),
     ],
@@ -275,7 +275,7 @@ def test_a_parameter_that_speaks_of_data_reaches_the_verdict(store: ForeignStore
             value = 3.0 + 0.01 * seed * seed - 0.5 * (name == "b") + 0.001 * seed * (name == "b")
             store.add(name, {key: data, "seed": seed, "dataloader_workers": name}, {"eval_loss": curve(6, value)})
     verdict = compare(store).groups[1].verdict
-    assert f"{key} differs (wiki-easy against wiki): the data may not be the baseline's" in verdict
+    assert f"{key} differs (wiki-easy against wiki): the data may differ from the baseline's" in verdict
     assert "dataloader_workers" not in verdict
 
 
@@ -300,4 +300,4 @@ def test_seeds_of_another_experiment_were_not_left_out() -> None:
     mine, theirs = ([candidate(place, seed + start) for seed in range(3)] for place, start in (("mine", 0), ("b", 5)))
     assert describe_left_out([*mine, *theirs], mine) == []
     (line,) = describe_left_out([*mine, *theirs], mine[:2])
-    assert line.endswith("no number here includes seeds 2")
+    assert line.endswith("the numbers here leave out seeds 2")

@@ -103,7 +103,7 @@ def test_show_tells_the_split(make_run: MakeRun) -> None:
     }
     assert rows["saved activations"] == ["400 MB", "56.6 %", "400 MB", "400 MB", "400 MB", "0 B"]
     assert rows["gradients"] == ["0 B", "0 %", "100 MB", "0 B", "0 B", "100 MB"]
-    assert "step 20; its peak is in the backward" in done.output
+    assert "step 20, with the peak in the backward" in done.output
     assert "a step's tensors 707 MB at most" in " ".join(done.output.split())
     assert all(len(line) <= 100 for line in done.output.splitlines() if "memory" in line)
     told = CliRunner().invoke(app, ["show", run.run_id, "-o", "json"])

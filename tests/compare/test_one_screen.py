@@ -63,7 +63,7 @@ def test_compare_answers_on_one_screen(make_run: MakeRun, num_groups: int) -> No
     everything = read_everything(*ids)
     assert "Recipe differences" not in "".join(lines)
     assert "Recipe differences" in everything
-    assert "Step: median [quartiles]" in everything
+    assert "Step: median time [quartiles]" in everything
 
 
 def read_everything(*ids: str) -> str:
@@ -87,8 +87,8 @@ def test_a_single_table_is_explained_only_when_everything_is_asked_for(make_run:
     ids = [run.run_id for run in make_groups(make_run, 2)]
     plain = CliRunner().invoke(app, ["compare", *ids, "--memory"]).output
     explained = CliRunner().invoke(app, ["compare", *ids, "--memory", "--all"]).output
-    assert "the ratio is paired by seed" not in " ".join(plain.split())
-    assert "the ratio is paired by seed" in " ".join(explained.split())
+    assert "The ratio is paired by seed" not in " ".join(plain.split())
+    assert "The ratio is paired by seed" in " ".join(explained.split())
 
 
 def test_the_summary_of_a_run_has_at_most_12_lines(make_run: MakeRun) -> None:

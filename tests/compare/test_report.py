@@ -175,7 +175,7 @@ def test_step_times_of_a_busy_machine_are_in_no_drawing(two_groups: list[RunFold
     data = json.loads(Page(text).data)
     assert data["differences"][0]["step"] is None
     assert [trade["costs"]["step_seconds"] is None for trade in data["trades"]] == [False, True]
-    assert text.count("Step times that cannot be believed are withheld: topk-rows.") == 3
+    assert text.count("Unreliable step times are withheld: topk-rows.") == 3
 
 
 def test_the_curves_of_a_test_loss_begin_with_the_validation_loss(make_run: MakeRun) -> None:

@@ -45,7 +45,7 @@ def test_curves_stand_beside_each_other_over_the_shared_seeds(lopsided: list[Run
     last = grid.rows[-1]
     assert last[1].startswith("3.010")
     assert last[2].startswith("3.030")
-    assert grid.note.endswith("Seeds that the groups share: 0, 1, 2: topk has no others.")
+    assert grid.note.endswith("Seeds that the groups share: 0, 1, 2: topk has no other seeds.")
     assert [len(found.comparable_runs(group)) for group in found.groups] == [3, 3]
 
 

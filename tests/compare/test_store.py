@@ -151,7 +151,7 @@ def test_a_run_that_was_sent_in_part_is_shown_as_such_and_counts_nowhere(make_ru
     found = read_back(store, "dense")
     line = next(run for run in found.runs if run.run_id == partial.run_id)
     assert not line.counts
-    send = f"on its machine, `sparsebp sync {partial.run_id}` sends the rest"
+    send = f"`sparsebp sync {partial.run_id}` on the machine of the run sends the rest"
     assert line.reason == f"half sent: the store has 11 of 20 steps; {send}"
     assert found.groups[0].seeds == (0,)
     partial.path.joinpath("journal.jsonl").write_text("".join(lines))

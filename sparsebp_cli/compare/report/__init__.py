@@ -162,7 +162,7 @@ def _filled(grids: Iterable[Grid]) -> list[Grid]:
 
 def _describe_withheld(comparison: Comparison) -> str:
     withheld = find_withheld(comparison)
-    return f" Step times that cannot be believed are withheld: {', '.join(withheld)}." if withheld else ""
+    return f" Unreliable step times are withheld: {', '.join(withheld)}." if withheld else ""
 
 
 def _data(comparison: Comparison) -> dict[str, object]:
@@ -251,7 +251,7 @@ def runs_grid(comparison: Comparison) -> Grid:
             )
         )
     columns = ("group", "seed", "run", "state", "steps", comparison.metric, "step", "made (UTC)", "SparseBP", "commit")
-    note = "Runs that did not finish, diverged or were repeated are in no mean."
+    note = "No mean includes runs that did not finish, diverged or were repeated."
     return Grid("Every run", columns, tuple(rows), note, aside=4)
 
 

@@ -121,9 +121,9 @@ def make_board(comparison: Comparison) -> Board:
     rows = zip(own, *(cells for _, cells in columns), strict=True)
     kind = comparison.interval_kind or "95% interval, from three seeds up"
     note = (
-        f"Differences to {base.label}, paired by seed [{kind}]; the dashed line is no difference. Cost: FLOPs of all "
-        "steps over the baseline's (of older runs by their probes). At equal cost: at the evaluation nearest to the "
-        "cost, or else the time, of the cheaper one; each of its intervals is for itself."
+        f"Differences to {base.label}, paired by seed [{kind}]; the dashed line means no difference. Cost: FLOPs of "
+        "all steps divided by the baseline's (of older runs: from probes). At equal cost: at the evaluation nearest "
+        "to the cost (else the time) of the cheaper group; these intervals are not simultaneous."
     )
     return Board(titles, tuple(BoardRow(n, groups[n].label, cells) for n, cells in enumerate(rows)), note)
 
