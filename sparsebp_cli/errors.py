@@ -218,21 +218,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # For each error of the system: what it refused, and what to do.
 _SYSTEM = {
-    errno.ENOSPC: "the disk is full: make room (`sparsebp prune` deletes checkpoints of finished runs), then repeat",
-    errno.EDQUOT: "your quota is used up: make room, as `sparsebp prune` does, then repeat",
+    errno.ENOSPC: "the disk is full: make room (`sparsebp prune` deletes checkpoints of finished runs), then repeat "
+    "the command",
+    errno.EDQUOT: "your quota is used up: make room (`sparsebp prune` deletes checkpoints), then repeat the command",
     errno.EROFS: "it is on a read-only file system: set SPARSEBP_HOME to a folder that can be written",
     errno.EACCES: "you may not write or read there: set SPARSEBP_HOME, or the path, to a folder of yours",
     errno.EPERM: "you may not do this there: set SPARSEBP_HOME, or the path, to a folder of yours",
-    errno.EFBIG: "the file would be larger than this shell allows: raise `ulimit -f`",
+    errno.EFBIG: "the file would exceed the limit of this shell: raise `ulimit -f`",
     errno.EIO: "the disk reports a fault: check the system's log before you trust its files",
-    errno.ENOMEM: "no memory is left on this machine or under its limit: end other programs, or raise `ulimit -v`",
+    errno.ENOMEM: "no memory is left on this machine, or its limit is reached: end other programs, or raise `ulimit "
+    "-v`",
     errno.EMFILE: "too many files are open: raise `ulimit -n`",
-    errno.ENFILE: "too many files are open on this machine",
+    errno.ENFILE: "too many files are open on this machine: end other programs",
     errno.ENOSYS: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
     errno.ENOLCK: "the file system has no locks: set SPARSEBP_HOME to a local disk",
     errno.EOPNOTSUPP: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
-    errno.ESTALE: "the file server has lost this file: mount it again, then repeat",
-    errno.EXDEV: "it lies on two file systems: keep the folder of runs, not its parts, on one",
+    errno.ESTALE: "the file server has lost this file: mount it again, then repeat the command",
+    errno.EXDEV: "source and destination are on two file systems: keep the whole folder of runs on one",
     errno.ENAMETOOLONG: "the name is too long for a file",
     errno.EISDIR: "is a folder, but a file is expected",
     errno.ELOOP: "the link leads back to itself: remove it",

@@ -80,7 +80,7 @@ def _tell_version(file: Path) -> str:
         theirs = read_json(file, LARGEST_PLAN)["provenance"]["sparsebp_version"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
-    return f"; sparsebp {theirs} made it, this is {mine}" if theirs and theirs != mine else ""
+    return f"; sparsebp {theirs} made it, but this is sparsebp {mine}" if theirs and theirs != mine else ""
 
 
 def group_content(recipe: Recipe) -> dict[str, object]:

@@ -19,7 +19,7 @@ from typing import Literal
 
 Unit = Literal["targets", "examples", "rows", "entries"]
 WHERE = {"targets": "at the head", "examples": "at the head", "rows": "at the sites, median"}
-HOW_SURE = "an upper bound, because it assumes that the sizes are known and cost nothing"
+HOW_SURE = "an upper bound: it assumes that the sizes are known at no cost"
 
 
 def effective_share(total: float, squares: float, number: int) -> float | None:
@@ -72,8 +72,8 @@ class SelectionGain:
         if self.share is None or self.unit is None or self.share >= 1.0:
             return text
         return (
-            f"{text}; it keeps {self.share:.0%} of the {self.unit}. `sparsebp worth RECIPE` estimates if it can beat a "
-            "smaller batch"
+            f"{text}; it keeps {self.share:.0%} of the {self.unit}. `sparsebp worth RECIPE` estimates whether it can "
+            "beat a smaller batch"
         )
 
     def describe_choice(self) -> str:
@@ -84,16 +84,16 @@ class SelectionGain:
                 return ""
             bounds = [f"{unit} {max_gain(value):.2f} times ({value:.2f})" for unit, value in self.effective.items()]
             return (
-                "choosing by gradient size could replace at most so many times as much dense training of equal cost: "
-                f"{', '.join(bounds)}. In brackets: how equal the gradients are; at 1 all have the same size. This is "
+                "choosing by gradient size could replace at most this many times its cost in dense training: "
+                f"{', '.join(bounds)}. In brackets: how equal the gradients are (1: all have the same size). This is "
                 f"{HOW_SURE}"
             )
         effective, highest = self.effective[self.unit], self.share / self.cost_ratio if self.share else 0.0
         answer = "it can pay" if self.can_pay else "it cannot pay"
         return (
-            f"choosing {self.unit} by gradient size could replace at most {max_gain(effective):.2f} times as much "
-            f"dense training. How equal the gradients {WHERE[self.unit]} are: {effective:.2f} (1: all of one size). "
-            f"To pay, this must be below {highest:.2f}, so {answer}. This is {HOW_SURE}"
+            f"choosing {self.unit} by gradient size could replace at most {max_gain(effective):.2f} times its cost in "
+            f"dense training. How equal the gradients {WHERE[self.unit]} are: {effective:.2f} (1: all have the same "
+            f"size). It can pay only below {highest:.2f}, so {answer}. This is {HOW_SURE}"
         )
 
 

@@ -108,8 +108,8 @@ class RunFolder:
     def describe_move(self) -> str:
         """Return an explanation that the folder is gone, and how to continue the run."""
         return (
-            f"its folder {self.path} was moved or deleted during the run: with SPARSEBP_HOME set to where it is "
-            f"now, `sparsebp resume {self.run_id}` goes on from its last checkpoint"
+            f"its folder {self.path} was moved or deleted during the run: set SPARSEBP_HOME to where it is now; then "
+            f"`sparsebp resume {self.run_id}` continues from its last checkpoint"
         )
 
     def read_plan(self) -> dict[str, Any]:
@@ -336,4 +336,4 @@ def find_run(word: str) -> list[RunFolder]:
     if prefixed:
         raise RunNotFoundError(f"{word} is not unique: {', '.join(run.run_id for run in prefixed[:5])}")
     near = did_you_mean(word, [run.run_id for run in runs] + list(named.values()))
-    raise RunNotFoundError(f"no run matches {word!r} under {home()}{near}; `sparsebp runs` lists them")
+    raise RunNotFoundError(f"no run matches {word!r} under {home()}{near}; `sparsebp runs` lists the runs")

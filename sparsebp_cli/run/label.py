@@ -49,7 +49,7 @@ def check_tag(tag: str) -> str:
     """Return the tag. Raise UsageError if it could be mistaken for another word or value."""
     if tag == "last" or not TAG.fullmatch(tag):
         raise UsageError(
-            f"a tag is a letter, then up to 39 letters, digits, _ . or -, and not the word last, got {tag!r}"
+            f"a tag must be a letter, then up to 39 letters, digits, _ . or -, but not the word last, got {tag!r}"
         )
     return tag
 
@@ -58,5 +58,5 @@ def make_note(text: str) -> str:
     """Return a note as one line. Raise UsageError if it is too long."""
     line = " ".join(text.split())
     if len(line) > LONGEST_NOTE:
-        raise UsageError(f"a note has at most {LONGEST_NOTE} characters, got {len(line)}")
+        raise UsageError(f"a note must have at most {LONGEST_NOTE} characters, got {len(line)}")
     return line

@@ -58,9 +58,9 @@ def find_wrong_end(ends: Sequence[float | None]) -> tuple[int, str] | None:
         if is_last and until is not None:
             return number, f"the last phase lasts to the end of the training: leave its until out, got {until:g}"
         if not is_last and until is None:
-            return number, "until is missing: give the share of the training at which this phase ends, in (0, 1)"
+            return number, "until is missing: give the fraction of the training at which this phase ends, in (0, 1)"
         if until is not None and until <= before:
-            return number, f"must be above {before:g}, the end of the phase before, got {until:g}"
+            return number, f"must be above {before:g}, the end of the previous phase, got {until:g}"
         before = until or before
     return None
 

@@ -36,18 +36,22 @@ class FaultKind:
 
 
 MOST = 0.5  # fraction of the rows; above it, training uses other text than the user intends
-TOKEN_BORDER = "let prompts, or the template's generation prompt, end where a token ends, such as at one line break"
-NO_BLANK = "take the blank from its end, or from that of the template's generation prompt, and begin the answer with it"
+TOKEN_BORDER = (
+    "end the prompts, or the template's generation prompt, at the end of a token, such as after one line break"
+)
+NO_BLANK = (
+    "remove the blank at the end of the prompt (or of the template's generation prompt); begin the answer with it"
+)
 KINDS = {
     "prompt": FaultKind(
-        "prompts get other tokens in generation than in training (first: {first}, which ends in {shown!r})",
+        "prompts become other tokens in generation than in training (first: {first}, which ends in {shown!r})",
         TOKEN_BORDER,
     ),
     "end": FaultKind(
         "trained turns do not end with an end token (first: {first}, which ends in {shown!r}), so a model does not "
         "learn to stop",
-        "let the template write a special token such as eos_token after each message of the assistant, inside "
-        "{{% generation %}} if it has such marks",
+        "let the template write a special token such as eos_token after each message of the assistant, inside {{% "
+        "generation %}} if the template has it",
     ),
     "no_end": FaultKind(
         "completions do not end with an end token (first: {first})",
@@ -56,21 +60,21 @@ KINDS = {
     ),
     "doubled": FaultKind(
         "rows begin or end with {shown} twice (first: {first})",
-        "take it out of the data: the tokenizer or the template adds one",
+        "remove it from the data: the tokenizer or the template adds it",
     ),
     "control": FaultKind(
         "rows have control tokens in their own messages, such as {shown} (first: {first})",
-        "take them out: the template writes those that it needs",
+        "remove them: the template writes the control tokens that it needs",
     ),
     # If no template adds control tokens, they may be intended: a template may have written the data.
     "control_in_text": FaultKind(
         "rows have control tokens in their text, such as {shown} (first: {first})",
-        "take them out, unless they are meant as tokens",
+        "remove them, unless the model should read them as control tokens",
         where_most="info",
     ),
     "lost": FaultKind(
         "rows have trained text that the chat template does not write, in {shown} (first: {first})",
-        "give dataset.chat_template a template that writes it, or take it out of the data",
+        "give dataset.chat_template a template that writes it, or remove it from the data",
     ),
     "escaped": FaultKind(
         "rows have text that the chat template escapes or writes in Python syntax, in {shown} (first: {first})",
@@ -83,7 +87,7 @@ KINDS = {
     ),
     "null": FaultKind(
         "rows have null values in {shown} (first: {first})",
-        "leave out keys without a value: tools that convert tables fill them in",
+        "leave out keys without a value: tools that convert tables add them",
         where_most="warning",
     ),
 }

@@ -31,10 +31,13 @@ def find_adapter(name: str, base: str | None = None) -> Path:
         raise DataError(f"{name}: must be a folder with {CONFIG}")
     folder = source if (source / CONFIG).is_file() else source / INSIDE
     if not (folder / CONFIG).is_file():
-        raise DataError(f"{name}: must be the folder of a peft adapter: no {CONFIG} in it or in its folder {INSIDE}")
+        raise DataError(
+            f"{name}: must be the folder of a peft adapter, but has no {CONFIG}, nor has its folder {INSIDE}"
+        )
     if base is not None and find_source(base, MODELS) == folder.parent:
         raise DataError(
-            f"{name}: its adapter is already merged into the model {base}; give its original base as model.name"
+            f"{name}: this adapter is already merged into the model {base}; give the adapter's original base model as "
+            "model.name"
         )
     return folder
 

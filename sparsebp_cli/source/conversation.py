@@ -188,13 +188,15 @@ def read_messages(
             raise DataError(f"{place}: unknown role {shorten(repr(role))}{_advise_role(str(role))}")
         content = message.pop(content_key, None)
         if content is None and not message.keys() - {"weight"}:
-            missing = "has no text, but null, under the" if content_key in given else "has no"
-            raise DataError(f"{place}: {missing} key {content_key!r}")
+            text = (
+                f"key {content_key!r} must be text, got null" if content_key in given else f"has no key {content_key!r}"
+            )
+            raise DataError(f"{place}: {text}")
         if content is not None and not isinstance(content, str | list):
             raise DataError(f"{place}: {content_key} must be text or a list of parts, got {show_with_type(content)}")
         kinds = [part.get("type", "text") for part in content if isinstance(part, Mapping)] if content else []
         if other := next((kind for kind in kinds if kind != "text"), None):
-            raise DataError(f"{place}: has a part of type {shorten(repr(other))}; recipes train on text alone")
+            raise DataError(f"{place}: has a part of type {shorten(repr(other))}; recipes train only on text")
         messages.append({"role": role} | ({} if content is None else {"content": content}) | message)
     return messages
 
@@ -208,7 +210,11 @@ def _advise_role(role: str) -> str:
         "function_call": "assistant",
     }
     known = f"; known: {', '.join(ROLES)}"
-    return f"{known}; dataset.columns may say {{messages: COLUMN, {usual[role]}: {role}}}" if role in usual else known
+    return (
+        f"{known}; to read it, give dataset.columns: {{messages: COLUMN, {usual[role]}: {role}}}"
+        if role in usual
+        else known
+    )
 
 
 def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str, object]]:
@@ -239,7 +245,9 @@ def _weigh(row: Row, messages: Sequence[dict[str, object]]) -> list[float]:
     for number, message in enumerate(messages):
         weight = message.pop("weight", 1)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise DataError(f"{row.place}: message {number}: weight must be a number, got {show_with_type(weight)}")
+            raise DataError(
+                f"{row.place}: message {number}: weight must be a finite number, got {show_with_type(weight)}"
+            )
         weights.append(float(weight))
     return weights
 

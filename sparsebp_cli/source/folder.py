@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
             names += 1
             if find_suffix(file) not in READ:
                 raise DataError(
-                    f"{file}: a folder of data may hold only {', '.join(READ)}, got "
+                    f"{file}: a folder of data may contain only {', '.join(READ)}, got "
                     f"{shorten(file.suffix) or 'no suffix'}"
                 )
             if not file.is_file():

@@ -23,7 +23,7 @@ def read_config(folder: Path) -> dict[str, object]:
     code."""
     file = folder / "config.json"
     if not folder.is_dir():
-        raise DataError(f"{folder}: must be a folder with config.json and safetensors, got a file")
+        raise DataError(f"{folder}: must be a folder with config.json and safetensors files, got a file")
     config = read_object(file, LARGEST_CONFIG)
     if config is None:
         if (folder / "adapter_config.json").is_file() and not file.exists():

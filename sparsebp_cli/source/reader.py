@@ -93,7 +93,7 @@ def iter_rows(file: Path, budget: UnpackBudget | None = None) -> Iterator[Row]:
     much."""
     kind = FORMATS.get(find_suffix(file))
     if kind is None or (kind == "parquet" and file.suffix in COMPRESSED):
-        allowed = f"{', '.join(FORMATS)}, and with a further .gz or .zst all but .parquet"
+        allowed = f"{', '.join(FORMATS)}; after all but .parquet also .gz or .zst"
         raise DataError(f"{file}: cannot read {''.join(file.suffixes[-2:]) or 'no suffix'}; allowed: {allowed}")
     if not file.is_file():
         raise DataError(f"{file}: is not a regular file")
@@ -123,7 +123,7 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
             with file.open("rb") as plain:
                 yield plain
     except (EOFError, zlib.error) as error:
-        raise DataError(f"{file}: is damaged or cut: {error}") from None
+        raise DataError(f"{file}: is damaged or truncated: {error}") from None
 
 
 def _iter_lines(file: Path, budget: UnpackBudget) -> Iterator[str]:

@@ -32,11 +32,11 @@ LENGTH_OF_OWN_CHATS = 1024
 ROWS_READ = 1000  # of the data, to find its columns: some rows may lack one, as Alpaca's without an input
 BATCH = {"completion": 32, "chat": 32, "text": 16, "classification": 16, "glue": 16}
 COLUMNS = {
-    "completion": "columns prompt and completion: the prompt is not trained on",
-    "chat": "column messages of role and content: the assistant's turns are trained",
+    "completion": "columns prompt and completion: only the completion is trained",
+    "chat": "column messages, with role and content: the assistant's messages are trained",
     "text": "column text: packed into blocks of max_seq_length",
-    "classification": "columns text and label: one label a text",
-    "glue": "columns sentence1, sentence2 and label, splits train and validation: one label a pair of texts",
+    "classification": "columns text and label: one label for each text",
+    "glue": "columns sentence1, sentence2 and label, splits train and validation: one label for each pair of texts",
 }
 # Without padding and prompts nothing can be skipped exactly, so plain texts get a policy that selects.
 SECOND = {
@@ -74,7 +74,7 @@ def name_columns(task: Task, names: Sequence[str]) -> dict[str, object]:
     if task is Task.CHAT and len(names) == 2:
         return {"columns": dict(zip(("user", "assistant"), names, strict=True))}
     if len(names) != len(KEYS.get(task.value, ())):
-        raise UsageError(f"--columns of {task}: {COLUMNS[task]}; got {len(names)}: {','.join(names)}")
+        raise UsageError(f"--columns for --task {task} needs {COLUMNS[task]}; got {len(names)}: {','.join(names)}")
     return dict(zip(KEYS[task.value], names, strict=True))
 
 
@@ -108,7 +108,7 @@ def _advise(task: Task, names: Collection[str]) -> str:
     if {"chosen", "rejected"} <= set(names):
         return "recipes do not train on preferences: use trl's DPOTrainer with sparsebp_cli.PolicyCallback"
     for other in (keys["format"] for keys in find_readings(names) if keys["format"] in list(Task)):
-        return f"for these, give --task {other}"
+        return f"for these columns, give --task {other}"
     meant = {"chat": "USER,ASSISTANT"}.get(task.value, ",".join(WANTED[task.value]).upper())
     return f"--task {task} needs {' and '.join(WANTED[task.value])}: name the columns by --columns {meant}"
 

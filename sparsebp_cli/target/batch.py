@@ -39,10 +39,12 @@ class SlurmOptions(ContainerOptions):
         None, description="Login node on which SparseBP runs sbatch: ssh://[USER@]HOST[:PORT]; null: this machine."
     )
     folder: AbsoluteFolder | None = Field(
-        None, description="Folder for runs that all nodes see; required with host. null: $SPARSEBP_HOME."
+        None,
+        description="Folder for runs, which all nodes can read and write. Required with host. null: $SPARSEBP_HOME.",
     )
     setup: list[str] = Field(
-        default_factory=list, description="Shell lines that run before each command on the cluster: module load ..."
+        default_factory=list,
+        description="Shell lines that run before each command on the cluster, such as module load.",
     )
     partition: Word | None = Field(None, description="Slurm partition; null: the cluster's default.")
     account: Word | None = Field(None, description="Slurm account; null: your default account.")
@@ -55,12 +57,16 @@ class SlurmOptions(ContainerOptions):
     memory: Size | None = Field(
         None, description="Memory of a run, on each node, such as 16g; null: the partition's default."
     )
-    requeue: bool = Field(True, description="Whether Slurm requeues a run after preemption or its time limit.")
+    requeue: bool = Field(True, description="true: Slurm requeues a run after preemption or its time limit.")
     warning_seconds: Annotated[int, Field(ge=10, le=3600)] = Field(
-        120, description="Seconds before its time limit at which a run writes a last checkpoint."
+        120, description="Seconds before the time limit at which a run writes its last checkpoint."
     )
-    container: Literal["none", "apptainer", "pyxis"] = Field("none", description="Program that runs the image, if any.")
-    mounts: list[MountText] = Field(default_factory=list, description="Mounts: SOURCE:TARGET, read-only, or with :rw.")
+    container: Literal["none", "apptainer", "pyxis"] = Field(
+        "none", description="Program that runs the image. none: no container."
+    )
+    mounts: list[MountText] = Field(
+        default_factory=list, description="Folders to mount: SOURCE:TARGET (read-only) or SOURCE:TARGET:rw."
+    )
     arguments: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\s]*)?$")]] = Field(
         default_factory=list, description="Further options of sbatch, such as --constraint=a100."
     )
@@ -70,7 +76,7 @@ class SlurmOptions(ContainerOptions):
     @model_validator(mode="after")
     def _consistent(self) -> SlurmOptions:
         if self.host and not self.folder:
-            raise ValueError("host needs folder: a folder for runs on the cluster, which all nodes see")
+            raise ValueError("host needs folder: a folder for runs on the cluster, which all nodes can read and write")
         if self.requeue and self.timeout_min and self.timeout_min * 60 <= self.warning_seconds:
             raise ValueError(
                 f"warning_seconds: must be below {self.timeout_min * 60}, the time limit (timeout_min: "
@@ -79,7 +85,7 @@ class SlurmOptions(ContainerOptions):
         if self.nodes > 1:
             check_gpus(self, self.gpus)
         if any("\n" in line or "\r" in line for line in self.setup):
-            raise ValueError("setup: write each line as a separate item")
+            raise ValueError("setup: got an item with several lines; write each line as a separate item")
         return self
 
 

@@ -62,7 +62,7 @@ def check_spelling(path: str) -> None:
     parts = path.split("/")
     if parts[0] or not path.strip("/") or any(part in {".", ".."} or not PART.fullmatch(part) for part in parts[1:]):
         raise ValueError(
-            "must be an absolute path in its shortest form, of letters, digits, spaces and . _ - @ + = ~ %, "
+            "must be an absolute path without the parts . and .., of letters, digits, spaces and . _ - @ + = ~ %, "
             f"got {path!r}"
         )
 
@@ -76,12 +76,12 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
     if any(path.is_relative_to(folder) for folder in CLOSED):
         raise ValueError(f"{named} is not mounted: it is a system folder")
     if any(PurePosixPath(kept).is_relative_to(path) for kept in [*NEVER, *map(str, _homes(path))]):
-        raise ValueError(f"{named} is not mounted: it holds a home or a part of the system; name a folder inside")
+        raise ValueError(f"{named} is not mounted: it contains a home or a part of the system; name a folder inside it")
     if any(_is_private(path, home) for home in _homes(path)):
-        raise ValueError(f"{named} is not mounted: it holds settings or keys of a user")
+        raise ValueError(f"{named} is not mounted: it contains settings or keys of a user")
     for socket in sockets:
         if PurePosixPath(socket).is_relative_to(path):
-            what = f"through its socket {socket} a container could control a program of the host"
+            what = f"a container could control a program of the host through the socket {socket} in it"
             raise ValueError(f"{named} is not mounted: {what}")
     if path.suffix in {".sock", ".socket"} or _is_special(path):
         raise ValueError(f"{named} is not mounted: it is a socket or a device")
@@ -104,7 +104,8 @@ def check_user(text: str) -> None:
     what = f"{text} is refused: "
     if user != group or user < FIRST_ORDINARY_ID:
         raise ValueError(
-            f"{what}give your own user and group ids, or one id from {FIRST_ORDINARY_ID} on for both, such as {NOBODY}"
+            f"{what}give your own user and group ids, or one id of at least {FIRST_ORDINARY_ID} for both, such as "
+            f"{NOBODY}"
         )
     if name := _user_name(user) or _group_name(group):
         raise ValueError(f"{what}this id belongs to {name} on this machine; choose an unused id, such as {NOBODY}")

@@ -32,24 +32,25 @@ MountText = Annotated[
 ]
 UserText = Annotated[str, Field(pattern=r"^[1-9][0-9]*:[1-9][0-9]*$"), AfterValidator(_check_user)]
 Device = Annotated[str, Field(pattern=r"^[\w.:/-]+$")]
-USER = "USER:GROUP ids in the container: your own, or an unused id from 1000 on for both; never root."
-GPUS = "GPUs of the container: all, how many, or a list of their indices or UUIDs; null: none."
+USER = "Ids USER:GROUP in the container: your own ids, or one unused id of at least 1000 for both. Never root."
+GPUS = "GPUs of the container: all, a number, or a list of indices or UUIDs. null: none."
 
 
 class ContainerOptions(TargetOptions):
     """Options of every target that runs containers."""
 
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/@-]*$")] = Field(
-        "sparsebp:latest", description="Image that contains SparseBP, best with its digest: NAME@sha256:..."
+        "sparsebp:latest", description="Image that contains SparseBP, preferably with its digest: NAME@sha256:..."
     )
-    python: Annotated[str, Field(min_length=1)] = Field("python", description="Command that runs Python for the run.")
+    python: Annotated[str, Field(min_length=1)] = Field("python", description="Command that starts Python for the run.")
 
 
 class DockerOptions(ContainerOptions):
     """A docker or podman container, on this machine or on another one over SSH."""
 
     host: Annotated[str, Field(pattern=r"^(ssh://([\w.-]+@)?[\w.-]+(:[0-9]+)?|unix:///.+)$")] | None = Field(
-        None, description="Engine's address: ssh://[USER@]HOST[:PORT] or unix:///PATH; null: DOCKER_HOST or context."
+        None,
+        description="Address of the engine: ssh://[USER@]HOST[:PORT] or unix:///PATH. null: context, or DOCKER_HOST.",
     )
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] | None = Field(
         None, description="Instead of host: a context of docker, or a connection of podman. null: the current one."
@@ -59,14 +60,15 @@ class DockerOptions(ContainerOptions):
     gpus: Literal["all"] | PositiveInt | list[Device] | None = Field(None, description=GPUS)
     gpu_request: Literal["auto", "gpus", "cdi"] = Field(
         "auto",
-        description="How GPUs are requested. gpus: by --gpus; cdi: by the Container Device Interface; auto: gpus for "
-        "docker, cdi for podman.",
+        description="How the engine requests GPUs. gpus: by --gpus. cdi: by the Container Device Interface. auto: "
+        "gpus for docker, cdi for podman.",
     )
     mounts: list[MountText] = Field(
-        default_factory=list, description="Folders of the host: SOURCE:TARGET, read-only; SOURCE:TARGET:rw to write."
+        default_factory=list, description="Folders of the host to mount: SOURCE:TARGET (read-only) or SOURCE:TARGET:rw."
     )
     hub_cache: Annotated[str, Field(pattern=r"^/[^:,]*$")] | None = Field(
-        None, description="Host folder that keeps downloads from the hub from run to run; null: download each time."
+        None,
+        description="Folder of the host that caches downloads from the hub for later runs. null: no cache.",
     )
     network: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = Field(
         None, description="Network of the container: none, host, or a name; null: the engine's default."

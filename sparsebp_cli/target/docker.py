@@ -127,8 +127,8 @@ class DockerEngine(TargetEngine):
         if answer.code != 0:
             self._require_absent(answer)
             if engine_id and self._engine_id() != engine_id:
-                where = f"{self._place} is not the Docker engine that run {run.run_id} was started on"
-                raise UnreachableError(f"{where}: use that one")
+                where = f"{self._place} is not the Docker engine on which run {run.run_id} was started"
+                raise UnreachableError(f"{where}: use the engine of that time")
             return WorkerStatus(Phase.OVER, text=f"its container is gone from {self._place}", gone=True)
         return _read_state(self._tool.read_json(answer))
 
@@ -174,7 +174,7 @@ class DockerEngine(TargetEngine):
             return
         if made_for != machine:
             yield CheckResult(
-                "warn", "architecture", f"the image is for {made_for}, {self._place} is {machine}", ARCHITECTURE
+                "warn", "architecture", f"the image is for {made_for}, but {self._place} is {machine}", ARCHITECTURE
             )
         words = [*self._words, "run", "--rm", *confinement_options(options), "--workdir", "/"]
         # The engine has answered before, so any error now is the container's own.

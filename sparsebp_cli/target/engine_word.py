@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 
 TOOLKIT = "install nvidia-container-toolkit on that machine (`nvidia-ctk runtime configure`), then restart docker"
-ARCHITECTURE = "the image is for another CPU architecture: build or pull it for that machine's"
+ARCHITECTURE = "the image is for another CPU architecture: build or pull it for the architecture of that machine"
 
 # docker and podman, with containerd, runc and the NVIDIA toolkit behind them
 DOCKER: tuple[tuple[str, str], ...] = (
     (r"could not select device driver .*\[\[?gpu", TOOLKIT),
     (r"(unknown|invalid) runtime( name)?:? nvidia", TOOLKIT),
-    (r"unresolvable CDI devices", "describe the GPUs there: `nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"),
+    (
+        r"unresolvable CDI devices",
+        "describe the GPUs of that machine: `nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`",
+    ),
     (r"nvidia-container-cli.*(unknown device|device error)", "there is no such GPU: see target.gpus"),
     (r"nvidia-container-cli.*(driver|initialization|nvml)", "the NVIDIA driver of that machine does not work"),
     (r"exec format error|does not match the (detected|specified)|no matching manifest for", ARCHITECTURE),
@@ -23,7 +26,7 @@ DOCKER: tuple[tuple[str, str], ...] = (
     (r"cannot connect to podman", "start podman there; see target.context"),
     (
         r"pull access denied|requested access to the resource is denied|unauthorized:",
-        "`docker login` there, or correct target.image",
+        "run `docker login` there, or correct target.image",
     ),
     (r"toomanyrequests", "the registry limits pulls without a login: run `docker login` there"),
     (r"manifest unknown|manifest for .* not found", "the registry has no such tag: see target.image"),
@@ -34,7 +37,7 @@ DOCKER: tuple[tuple[str, str], ...] = (
     (r"no such image|image not known", "pull or build it there; see target.pull"),
     (
         r"malformed HTTP (status|response|version)",
-        "the login shell there prints text that docker cannot read: run `ssh HOST true` to see it",
+        "the login shell there prints text that docker cannot read: `ssh HOST true` shows this text",
     ),
     (r"exec:? .*(not found|no such file)", "the image has no such program: see target.python"),
     (
@@ -48,8 +51,8 @@ DOCKER: tuple[tuple[str, str], ...] = (
 # sbatch, squeue, srun
 SLURM: tuple[tuple[str, str], ...] = (
     (r"invalid partition", "`sinfo` lists the partitions: see target.partition"),
-    (r"invalid account", "`sacctmgr show associations user=$USER` lists yours: see target.account"),
-    (r"invalid qos", "`sacctmgr show qos` lists them: see target.qos"),
+    (r"invalid account", "`sacctmgr show associations user=$USER` lists your accounts: see target.account"),
+    (r"invalid qos", "`sacctmgr show qos` lists the allowed names: see target.qos"),
     (
         r"requested time limit is invalid|time limit specification",
         "`sinfo --format='%P %l'` shows the limits: see target.timeout_min",
@@ -60,7 +63,7 @@ SLURM: tuple[tuple[str, str], ...] = (
     ),
     (
         r"memory specification can not be satisfied|memory required by task is not available",
-        "no node has so much memory: see target.memory",
+        "no node has this much memory: lower target.memory",
     ),
     (
         r"generic resource \(gres\)|invalid gres",
@@ -68,8 +71,7 @@ SLURM: tuple[tuple[str, str], ...] = (
     ),
     (
         r"node configuration is not available",
-        "no node of that partition has so many GPUs, CPUs or so much memory: see target.gpus, target.cpus, "
-        "target.memory",
+        "no node of that partition has enough GPUs, CPUs or memory: lower target.gpus, target.cpus or target.memory",
     ),
     (
         r"more processors requested than permitted|node count specification",

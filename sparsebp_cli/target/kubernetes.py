@@ -276,7 +276,7 @@ class KubernetesEngine(TargetEngine):
             words, lambda stream: pack(stream, run, run.run_id, user, group, more=("worker.log",))
         )
         if answer.code != 0:
-            raise UnreachableError(f"{self._place}: the run's folder could not be delivered: {answer.problem}")
+            raise UnreachableError(f"{self._place}: the run's folder could not be sent: {answer.problem}")
 
     def _start_reader(self, run: RunFolder) -> str:
         manifest = make_reader(self._options, run.run_id)

@@ -220,8 +220,8 @@ def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:
         while True:
             if time.monotonic() > deadline:
                 raise UnreachableError(
-                    f"process {pid}, which starts the run, has reported nothing for {START_SECONDS / 60:g} minutes; it "
-                    "was not stopped; `sparsebp runs` shows the state of the run"
+                    f"process {pid}, which starts the run, has reported nothing for {START_SECONDS / 60:g} minutes; "
+                    "SparseBP did not stop it; `sparsebp runs` shows the state of the run"
                 )
             alive = _is_alive(pid, process)  # check before reading: a dead process's output is already in the pipe
             ready, _, _ = select.select([process.stdout], [], [], REPORT_SECONDS)

@@ -38,12 +38,12 @@ class KubernetesOptions(ContainerOptions):
     context: Annotated[str, Field(pattern=r"^[\w.:/@-]+$")] | None = Field(
         None, description="Context of kubectl's configuration; null: the current one."
     )
-    namespace: DnsName | None = Field(None, description="Namespace of the pods; null: that of the context.")
+    namespace: DnsName | None = Field(None, description="Namespace of the pods. null: the namespace of the context.")
     pull: Literal["missing", "always", "never"] = Field("missing", description="When a node pulls the image.")
     claim: DnsName | None = Field(
         None,
-        description="PersistentVolumeClaim that stores runs, so that a new pod continues the run of a lost one. With "
-        "several nodes, all pods must be able to mount it (ReadWriteMany). null: none.",
+        description="PersistentVolumeClaim that stores runs, so that a new pod can continue the run of a lost pod. "
+        "With several nodes, all pods must be able to mount it (ReadWriteMany). null: none.",
     )
     gpus: PositiveInt | None = Field(None, description="GPUs of each pod; each node has one pod. null: none.")
     gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[\w.-]+$")] = Field(
@@ -62,16 +62,18 @@ class KubernetesOptions(ContainerOptions):
     )
     nodes_as: Literal["auto", "jobset", "job"] = Field(
         "auto",
-        description="Object for a run on several nodes. jobset: a JobSet; job: an Indexed Job with its Service; auto: "
+        description="Object for a run on several nodes. jobset: a JobSet. job: an Indexed Job with its Service. auto: "
         "jobset if the cluster has JobSets, else job.",
     )
     backoff_limit: CountFromZero = Field(
         2,
-        description="How many lost pods a Job replaces, after growing pauses. For a JobSet: how often all its pods "
-        "may start again.",
+        description="For a Job: number of lost pods to replace, after growing pauses. For a JobSet: number of "
+        "restarts of all pods.",
     )
-    hold_min: PositiveInt = Field(60, description="Minutes for which a pod keeps its results after training.")
-    mounts: list[MountText] = Field(default_factory=list, description="Node folders: SOURCE:TARGET, read-only, or :rw.")
+    hold_min: PositiveInt = Field(60, description="Minutes that a pod keeps its results after training.")
+    mounts: list[MountText] = Field(
+        default_factory=list, description="Folders of the node to mount: SOURCE:TARGET (read-only) or SOURCE:TARGET:rw."
+    )
     host_network: bool = Field(False, description="Whether pods use the node's network.")
     user: UserText = Field(NOBODY, description=USER)
     spans_nodes: ClassVar[bool] = True
@@ -81,9 +83,9 @@ class KubernetesOptions(ContainerOptions):
         if self.nodes > 1:
             check_gpus(self, self.gpus)
             if self.claim is None:
-                raise ValueError(f"nodes: {self.nodes} needs a claim that all pods can mount (ReadWriteMany)")
+                raise ValueError(f"nodes: {self.nodes} needs a claim that all pods can mount (ReadWriteMany), got null")
             if self.host_network:
-                raise ValueError(f"nodes: {self.nodes} needs host_network: false, since pods find each other by name")
+                raise ValueError(f"nodes: {self.nodes} needs host_network: false, because pods find each other by name")
         return self
 
 

@@ -44,7 +44,7 @@ def compare_environment(answer: str, *, num_gpus: int) -> Iterator[CheckResult]:
     yield CheckResult("ok", "python", str(python))
     yield _compare_packages(packages)
     if num_gpus and not gpus:
-        yield CheckResult("fail", "GPUs", "the worker found none", f"see the driver there, or {TOOLKIT}")
+        yield CheckResult("fail", "GPUs", "the worker found none", f"check the driver of that machine, or {TOOLKIT}")
     elif num_gpus > len(gpus):
         yield CheckResult("fail", "GPUs", f"{len(gpus)} found by the worker, {num_gpus} requested", "see target.gpus")
     else:
@@ -55,18 +55,16 @@ def compare_environment(answer: str, *, num_gpus: int) -> Iterator[CheckResult]:
 
 def _compare_packages(there: dict[str, str]) -> CheckResult:
     if not there.get("sparsebp"):
-        return CheckResult(
-            "fail", "packages", "sparsebp is not installed there", "see target option python, or the image"
-        )
+        return CheckResult("fail", "packages", "sparsebp is not installed there", "check target.python, or the image")
     differing = [
         f"{name} {there.get(name) or 'missing'} (here {_version(name)})"
         for name in PACKAGES
         if there.get(name) != _version(name)
     ]
     if differing:
-        hint = "results may differ in the last digits; a plan of another sparsebp may be refused"
-        return CheckResult("warn", "packages", f"differ from here: {', '.join(differing)}", hint)
-    return CheckResult("ok", "packages", f"as here: sparsebp {there['sparsebp']}, torch {there['torch']}")
+        hint = "results may differ in the last digits; another version of sparsebp may refuse the plan"
+        return CheckResult("warn", "packages", f"other versions than here: {', '.join(differing)}", hint)
+    return CheckResult("ok", "packages", f"same versions as here: sparsebp {there['sparsebp']}, torch {there['torch']}")
 
 
 def _version(name: str) -> str:

@@ -29,8 +29,10 @@ SSH = (
 SSH_SILENCE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 BROKEN = 255  # ssh's own exit code
 CHUNK = 1 << 16
-MIXED = "its login shell sends errors to standard output, and no answer can be read: look for 2>&1 in its profile"
-TERMINAL = "its login shell changes the ends of lines, and no answer can be read: look for a terminal in its profile"
+MIXED = "its login shell sends errors to standard output, so SparseBP cannot read answers: look for 2>&1 in its profile"
+TERMINAL = (
+    "its login shell changes the ends of lines, so SparseBP cannot read answers: look for a terminal in its profile"
+)
 RESET = "set +eufx +o pipefail; trap - EXIT HUP INT TERM USR1"  # options that lines of setup may have set
 
 
@@ -65,7 +67,9 @@ class Shell:
         """Yield a warning if something was printed before the last answer."""
         if self.greeting:
             said = shorten(self.greeting.splitlines()[-1])
-            yield CheckResult("warn", "shell", f"the login shell prints {said!r} before each answer; it is ignored")
+            yield CheckResult(
+                "warn", "shell", f"the login shell prints {said!r} before each answer; SparseBP ignores this text"
+            )
 
     def write(self, lines: str, feed: Callable[[IO[bytes]], None]) -> CommandResult:
         """Run lines whose standard input ``feed`` writes; see :meth:`Tool.write`. Also raise ``SetupError``."""

@@ -55,8 +55,8 @@ REASONS = {
     "TIMEOUT": "its time limit was reached: see target.timeout_min",
 }
 IDLE = (
-    f"Slurm warned the job {MOST_RESTARTS + 1} times in a row before it wrote a new checkpoint, so it is not requeued: "
-    "its time limit (target.timeout_min, or the partition's) must leave more time than target.warning_seconds"
+    f"Slurm warned the job {MOST_RESTARTS + 1} times in a row before it wrote a new checkpoint, so it is not "
+    "requeued: give it a longer time limit (target.timeout_min), or lower target.warning_seconds"
 )
 # Exit codes of the shell lines: another remote runner has the run; sbatch may still be at work; its answer has no
 # number.
@@ -253,7 +253,7 @@ class SlurmEngine(TargetEngine):
                 if found.code == 0:
                     yield from compare_environment(found.text, num_gpus=0)
                 else:
-                    hint = "see target.python, and target.setup for the lines that load it"
+                    hint = "check target.python, and the lines of target.setup that load it"
                     yield CheckResult("fail", "python", f"{options.python} does not work there: {found.problem}", hint)
             if partitions:
                 yield self._check_job()
@@ -324,7 +324,7 @@ class SlurmEngine(TargetEngine):
         if answer.code == ASKING:
             raise UnreachableError(
                 f"{self._place}: an earlier sbatch for run {run.run_id} has not answered; if no job of this run "
-                f"appears within {ASKING_MINUTES} minutes, the run is submitted again"
+                f"appears within {ASKING_MINUTES} minutes, SparseBP submits the run again"
             )
         if answer.code == BUSY:
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another remote runner")

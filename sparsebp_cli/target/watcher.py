@@ -100,7 +100,7 @@ class LocalRun:
             self._write_end(exit_code)
         except (SparseBPError, OSError) as error:
             with suppress(OSError):  # this output may go to a file on the same full disk
-                print(f"how run {self.run.run_id} ended could not be written: {error}", file=sys.stderr, flush=True)
+                print(f"the end of run {self.run.run_id} could not be recorded: {error}", file=sys.stderr, flush=True)
         with suppress(OSError):  # a full disk takes no warning either
             self._save(warning=follower.stop().advice(self.run.run_id))
         # Release after the last metrics are sent: a free lock means that the job is settled.

@@ -317,7 +317,7 @@ def delete_record(run: RunFolder) -> str:
         return str(error)
     if not kept.mlflow_run_id:
         return ""
-    elsewhere = f"it is in {kept.uri}, and the run's store is now {mask(uri)}" if kept.uri != mask(uri) else ""
+    elsewhere = f"its record is in {kept.uri}, but the run's store is now {mask(uri)}" if kept.uri != mask(uri) else ""
     try:
         client = open_client(uri)
         with sqlite_lock(uri):

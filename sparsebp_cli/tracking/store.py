@@ -235,8 +235,8 @@ def _upgrade_database(uri: str) -> None:
         _upgrade_db(engine)
     except CommandError:
         raise TrackingError(
-            f"a newer MLflow wrote it than {mlflow.__version__}, which is installed here: start `mlflow server` there "
-            "and give its address"
+            f"a newer MLflow than {mlflow.__version__}, which is installed here, wrote it: start `mlflow server` with "
+            "the newer one, and give its address"
         ) from None
     finally:
         engine.dispose()

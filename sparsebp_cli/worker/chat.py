@@ -127,7 +127,8 @@ class _PrefixWriter(_Writer):
             raise self._inconsistent(number, f"it fails for the first {some} alone ({prefix.error})")
         if not text.startswith(prefix.text):
             raise self._inconsistent(
-                number, f"its text for the first {some} alone is not the beginning of that for the whole conversation"
+                number,
+                f"its text for the first {some} alone is not the beginning of its text for the whole conversation",
             )
         return len(prefix.text)
 

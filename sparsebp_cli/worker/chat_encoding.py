@@ -50,7 +50,9 @@ def encode_prompts(
 
 def _refuse_spans(columns: Collection[str]) -> None:
     if columns:
-        raise DataError(f"column {min(columns)!r} marks characters of a text, but the rows are conversations")
+        raise DataError(
+            f"column {min(columns)!r} marks characters of a text, but the rows are conversations: leave it out"
+        )
 
 
 def _encode(

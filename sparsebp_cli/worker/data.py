@@ -170,6 +170,6 @@ def _move_tail(source: EncodedSplit, target: EncodedSplit, number: int) -> None:
 
 def _why_none(part: EncodedSplit, section: DatasetSection) -> str:
     if part.dropped:
-        reasons = ", ".join(f"of {number} rows {reason}" for reason, number in part.dropped.items())
+        reasons = ", ".join(f"in {number} rows, {reason}" for reason, number in part.dropped.items())
         return f": {reasons} (max_seq_length is {section.max_seq_length})"
     return f" of {section.max_seq_length} tokens" if section.format == "text" else ": it has no rows"

@@ -57,8 +57,8 @@ def describe_prefix_gain(examples: Sequence[EncodedExample], batch_size: int, se
     if fewer > plain * (1.0 - LEAST_GAIN):
         return None
     return (
-        f"training.group_by: prefix would put examples with the same beginning into one batch, and compute {fewer:.0f} "
-        f"rows an example instead of {plain:.0f}; it changes the order of the data"
+        "training.group_by: prefix would put examples with the same beginning into one batch, and compute "
+        f"{fewer:.0f} token positions per example instead of {plain:.0f}; it changes the order of the data"
     )
 
 

@@ -233,7 +233,7 @@ class Measurement:
         fact = vars(overclaim) | {"step": step, "num_sites": len(overclaim.sites), "sites": overclaim.sites[:3]}
         self.journal.write("facts", values={"overclaim": fact | {"by_choice": by_choice}})
         text = _overclaim_message(overclaim, step, len(sites))
-        why = "; expected: backward.execution: reference computes every product" if by_choice else ""
+        why = "; this is expected, because backward.execution: reference computes every product" if by_choice else ""
         self.journal.write("note", level="info" if by_choice else "warning", text=text + why)
 
 

@@ -139,9 +139,9 @@ def _tell_rounded(section: ModelSection, source: Path | str, tell: Callable[[str
     rounded = find_rounded(source) if isinstance(source, Path) else None
     if rounded is not None and section.quantization is not None and tell is not None:
         tell(
-            f"{section.name} was merged over a base in {rounded}: quantised again, it mostly loses what its adapters "
-            "learnt. To keep it, leave model.quantization out, or give the base as model.name and the adapter of that "
-            "run as model.adapter"
+            f"{section.name} contains adapters merged into a base in {rounded}. Quantising it again loses most of "
+            "what they learnt. Instead, leave model.quantization out, or give the base as model.name and the run's "
+            "adapter as model.adapter"
         )
 
 
@@ -347,4 +347,4 @@ def convert_to_float8(model: PreTrainedModel, how: Literal["emulated", "native"]
 
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=how == "emulated"), module_filter_fn=fits)
     if not any(type(module).__name__ == "Float8Linear" for module in model.modules()):
-        raise DataError(f"model.float8: {how}: the model has no linear whose widths are multiples of {MULTIPLE}")
+        raise DataError(f"model.float8: {how}: the model has no linear layer whose widths are multiples of {MULTIPLE}")

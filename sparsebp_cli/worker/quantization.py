@@ -33,7 +33,7 @@ def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[st
     # Quantise the weights on the CPU, where they are read, so that every device trains the same weights.
     place: dict[str, Any] = {"device_map": {"": "cpu"}}
     if found is None and config.get("quantization_config"):
-        text = "the model's files are already quantised by another method: give a model that is not"
+        text = "the model's files are already quantised by another method: give a model that is not quantised"
         raise DataError(f"model.quantization: {given.type}: {text}")
     if found is not None:
         if found != given.type:
@@ -72,7 +72,7 @@ def settle(model: PreTrainedModel) -> None:
     """Prepare a model that was just loaded quantised for training. Raise DataError if it has no quantised linear."""
     layouts = [layout for _, layout in find_quantized(model)]
     if not layouts:
-        raise DataError("model.quantization: the model has no linear that can be quantised")
+        raise DataError("model.quantization: the model has no linear layer that can be quantised")
     for layout in layouts:
         bias = layout.module.bias
         if isinstance(layout, FourBitLayout) and bias is not None:  # else done in the first forward

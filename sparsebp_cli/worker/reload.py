@@ -83,7 +83,7 @@ class ReloadedOutputs:
         if not difference <= self.tolerance:
             raise RunFailedError(
                 f"the saved model is not the trained one: loaded again, its outputs differ by {difference:.2g} of "
-                f"their size, allowed {self.tolerance:g}; the files stay in {folder}, and nothing was deleted"
+                f"their size, allowed {self.tolerance:g}; its files stay in {folder}"
             )
         stride = -(-self.logits_NO.numel() // STORED)
         return {

@@ -179,7 +179,10 @@ def describe_gains(gains: Sequence[tuple[PolicyPhase[Policy], SelectionGain]]) -
         for name in dict.fromkeys(name for metrics in found for name in metrics)
         if (known := {n: value for n, metrics in enumerate(found) if (value := metrics.get(name)) is not None})
     }
-    whole = f"the whole schedule executes {values[metric.CHOICE_COST.name]:.0%} of the FLOPs of as many dense steps"
+    whole = (
+        f"the whole schedule executes {values[metric.CHOICE_COST.name]:.0%} of the FLOPs of the same number of dense "
+        "steps"
+    )
     lines = [f"phase {number}: {line}" for number, (_, gain) in enumerate(gains, 1) for line in gain.lines()]
     return {"lines": [*lines, whole], "values": values}
 

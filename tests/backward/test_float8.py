@@ -232,7 +232,7 @@ def test_what_is_not_built_is_refused_by_name() -> None:
     convert_to_float8(model, "emulated")
     assert type(model.lm_head) is nn.Linear
     assert type(model.model.layers[0].mlp.down_proj).__name__ == "Float8Linear"
-    with pytest.raises(DataError, match="no linear whose widths are multiples of 16"):
+    with pytest.raises(DataError, match="no linear layer whose widths are multiples of 16"):
         convert_to_float8(tiny_model("llama", hidden_size=24, num_attention_heads=2), "emulated")
 
 

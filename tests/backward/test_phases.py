@@ -158,7 +158,7 @@ def test_a_user_who_detaches_in_a_phase_has_the_model_back() -> None:
     ("schedule", "error", "text"),
     [
         ([{"policy": "dense"}], UsageError, "schedule: needs 2 phases or more, got 1"),
-        ([{"policy": "dense"}] * 2, UsageError, r"schedule.0: until is missing: give the share of the training"),
+        ([{"policy": "dense"}] * 2, UsageError, r"schedule.0: until is missing: give the fraction of the training"),
         (phases(DENSE, ROWS, DENSE, ends=[0.5, 0.3]), UsageError, r"schedule.1: must be above 0.5, .*, got 0.3"),
         ([*phases(DENSE, ROWS, ends=[0.5])[:1] * 1, {"until": 0.9, "policy": ROWS}], UsageError, "leave its until out"),
         (phases(DENSE, ROWS, ends=[1.5]), UsageError, r"schedule.0.until: must be .* in \(0, 1\), got 1.5"),

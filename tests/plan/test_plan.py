@@ -109,7 +109,9 @@ def test_a_plan_of_a_later_version_is_refused_with_the_key_and_both_versions(tmp
     plan["recipe"]["measure"]["of_tomorrow"] = 3
     plan["provenance"]["sparsebp_version"] = "99.0"
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(RunNotFoundError, match=r"recipe\.measure\.of_tomorrow: .*; sparsebp 99\.0 made it, this is "):
+    with pytest.raises(
+        RunNotFoundError, match=r"recipe\.measure\.of_tomorrow: .*; sparsebp 99\.0 made it, but this is sparsebp "
+    ):
         Plan.load(tmp_path / "plan.json")
 
 

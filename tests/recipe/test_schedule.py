@@ -71,7 +71,7 @@ def test_a_schedule_is_described_in_one_line(read: Read, text: str, line: str) -
         (
             "until: 0.4, ",
             "",
-            "7:5: schedule.0: until is missing: give the share of the training at which this phase ends, in (0, 1)",
+            "7:5: schedule.0: until is missing: give the fraction of the training at which this phase ends, in (0, 1)",
         ),
         (
             "{policy: dense}",
@@ -81,7 +81,7 @@ def test_a_schedule_is_described_in_one_line(read: Read, text: str, line: str) -
         (
             "- {policy: dense}",
             "- {until: 0.3, policy: dense}\n  - policy: dense",
-            "8:13: schedule.1.until: must be above 0.4, the end of the phase before, got 0.3",
+            "8:13: schedule.1.until: must be above 0.4, the end of the previous phase, got 0.3",
         ),
         (
             "  - {policy: dense}\n",

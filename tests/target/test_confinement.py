@@ -115,7 +115,7 @@ def bound_socket() -> Iterator[Path]:
 
 def test_no_folder_with_a_socket_in_it_is_mounted(bound_socket: Path) -> None:
     for source in (bound_socket, bound_socket.parent, bound_socket.parent.parent):
-        with pytest.raises(ValueError, match=r"is not mounted: (through its socket|it is a socket)"):
+        with pytest.raises(ValueError, match=r"is not mounted: (a container could control|it is a socket)"):
             read_mount(f"{source}:/x")
 
 
@@ -206,7 +206,9 @@ def test_a_host_that_resolves_a_path_elsewhere_refuses_it() -> None:
     check_remote_mounts(mounts, "This account is only for docker.")
     with pytest.raises(ValueError, match=r"/srv/data \(/etc\) is not mounted"):
         check_remote_mounts(mounts, "/etc\n/srv/more\n==\n")
-    with pytest.raises(ValueError, match="through its socket /srv/more/deep/x a container"):
+    with pytest.raises(
+        ValueError, match="a container could control a program of the host through the socket /srv/more/deep/x"
+    ):
         check_remote_mounts(mounts, "/srv/data\n/srv/more\n==\n" + table)
 
 

@@ -144,7 +144,7 @@ def test_a_container_that_is_gone_is_over_only_on_the_engine_that_it_was_on(
     status = docker.status(run, HANDLE)
     assert (status.phase, status.gone) == (Phase.OVER, True)
     play("info", "ANOTHER\n")
-    with pytest.raises(UnreachableError, match="not the Docker engine that"):
+    with pytest.raises(UnreachableError, match="not the Docker engine on which"):
         docker.status(run, HANDLE)
 
 

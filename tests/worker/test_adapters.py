@@ -225,7 +225,7 @@ def test_a_run_trains_and_saves_every_kind_of_adapter(base: str, tiny_recipe: An
 def test_an_adapter_that_is_merged_already_is_not_added_again(base: str, tiny_recipe: Any, prepared: Any) -> None:
     run = train(tiny_recipe(model={"config": LLAMA, "lora": {"r": 2}}, training={"max_steps": 1}), prepared)
     folder = str(run.path / "model")
-    with pytest.raises(DataError, match=r"its adapter is already merged into the model"):
+    with pytest.raises(DataError, match=r"this adapter is already merged into the model"):
         find_adapter(folder, folder)
     assert find_adapter(folder, base) == run.path / "model" / "adapter"
 

@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl.gz",
         gzip.compress(lines(labelled("ab" * 500)))[:-20],
         LABELS,
-        "a.jsonl.gz: is damaged or cut",
+        "a.jsonl.gz: is damaged or truncated",
     ),
     "damaged archive": ("a.csv.zst", b"text,label\n", LABELS, "a.csv.zst: "),
     "open quote": ("a.csv", b'text,label\nthe,a\n"the,b\nfilm,a\n', LABELS, "not a table: unexpected end of data"),
@@ -309,7 +309,7 @@ def test_losses_missing_classes_and_shared_rows_are_told_with_numbers(tmp_path: 
 def test_nothing_left_is_told_with_the_reason(tmp_path: Path, tokenizer: Any) -> None:
     rows = lines([{"prompt": f"film {n} " * 20, "completion": "x"} for n in range(20)])
     with pytest.raises(
-        DataError, match=r"training split has no example: of 18 rows the prompt fills max_seq_length \(max"
+        DataError, match=r"training split has no example: in 18 rows, the prompt fills max_seq_length \(max"
     ):
         build(tmp_path, "a.jsonl", rows, PAIRS, tokenizer)
 

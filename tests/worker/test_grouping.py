@@ -68,7 +68,7 @@ def test_the_gain_of_prefixes_is_counted_in_rows() -> None:
     rows = sum(len(example.input_ids) for example in examples)
     line = describe_prefix_gain(examples, 8, seed=0)
     assert line is not None
-    assert f"compute {(rows - 70 * 40) / 80:.0f} rows an example" in line  # one prompt of eight is computed
+    assert f"compute {(rows - 70 * 40) / 80:.0f} token positions per example" in line  # one prompt of eight is computed
     assert describe_prefix_gain(make_examples(80, prompts=80), 8, seed=0) is None
 
 

@@ -107,7 +107,7 @@ def pickled(file: Path) -> None:
 
 
 TRAP = "import os\nos.mkdir('canary')\n"
-HOLDS = "a folder of data may hold"
+HOLDS = "a folder of data may contain"
 # Name of the file or folder, what it is, what is said of it, and whether the inspection finds it.
 REFUSED: dict[str, tuple[str, Write, str, bool]] = {
     "image": ("a.parquet", feature("Image"), "must be text, got", True),
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[str, Write, str, bool]] = {
     "pickle": ("data", folder(train__pkl=pickled), HOLDS, True),
     "pickles in an archive": ("data", folder(train__tar=shards), HOLDS, True),
     "packed": ("data", folder(train__zip=packed), HOLDS, True),
-    "compressed": ("data", folder(train__jsonl__gz=b"\x1f\x8b"), "is damaged or cut", True),
+    "compressed": ("data", folder(train__jsonl__gz=b"\x1f\x8b"), "is damaged or truncated", True),
     "pages": ("data", folder(a__md="x"), HOLDS, True),
     "pipe": ("data", folder(test__txt=os.mkfifo), "is not a regular file", True),
     "card to a system file": ("data", folder(README__md=card("/etc/passwd")), "must name files in", True),

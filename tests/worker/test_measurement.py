@@ -212,7 +212,7 @@ def test_the_reference_engine_is_no_lie(measured) -> None:
     _, history = measured({"name": "topk", "keep": 0.25}, backward={"execution": "reference"})
     levels = [(level, text) for _, level, text in history.notes if "claims" in text]
     assert [level for level, _ in levels] == ["info"]
-    assert levels[0][1].endswith("expected: backward.execution: reference computes every product")
+    assert levels[0][1].endswith("this is expected, because backward.execution: reference computes every product")
     assert history.facts["overclaim"]["by_choice"] is True
 
 

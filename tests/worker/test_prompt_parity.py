@@ -44,9 +44,9 @@ def test_the_template_that_init_writes_asks_in_the_tokens_of_training(tmp_path: 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
 def test_a_generation_prompt_that_ends_in_a_blank_is_refused_with_the_cure(tmp_path: Path, train_on: str) -> None:
     template = fill("folder/chat.jinja").replace("':\\n'", "': '").replace("'assistant:\\n'", "'assistant: '")
-    with pytest.raises(DataError, match=r"4 of 4 prompts get other tokens in generation than in training"):
+    with pytest.raises(DataError, match=r"4 of 4 prompts become other tokens in generation than in training"):
         _chats(tmp_path, template, train_on=train_on)
-    with pytest.raises(DataError, match=r"which ends in '.*assistant: '\): take the blank from its end"):
+    with pytest.raises(DataError, match=r"which ends in '.*assistant: '\): remove the blank at the end"):
         _chats(tmp_path, template, train_on=train_on)
 
 

@@ -103,13 +103,13 @@ def test_nothing_is_said_of_a_choice_that_is_not_made() -> None:
     dense = SelectionGain(1.0, 1.1, None, None, {"targets": 0.87})
     assert (dense.unit_worth, dense.can_pay) == (None, None)
     (line,) = dense.lines()
-    assert "times as much dense training of equal cost: targets 1.09 times (0.87)" in line
+    assert "times its cost in dense training: targets 1.09 times (0.87)" in line
     assert "norm" not in line  # words for somebody outside of the project
     entries = SelectionGain(0.6, 0.7, 0.25, "entries", {"targets": 0.87, "rows": 0.5})
     assert entries.can_pay is None
     (line,) = entries.lines()
     assert entries.unit_worth == pytest.approx(2.4)
-    assert "keeps 25% of the entries. `sparsebp worth RECIPE` estimates if it can beat" in line
+    assert "keeps 25% of the entries. `sparsebp worth RECIPE` estimates whether it can beat" in line
 
 
 @pytest.mark.parametrize(
