@@ -33,7 +33,12 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     """Return the reference."""
     full = Recipe.model_json_schema()
     sections = full["$defs"]
-    base = ("`base`", "text", "", "Path of a recipe, relative to this one, whose keys this one overrides; one level.")
+    base = (
+        "`base`",
+        "text",
+        "",
+        "Path of another recipe, relative to this file. This recipe overrides its keys. It must have no base.",
+    )
     parts = [head("Recipe keys", TEXT), "## Top level\n", _table(full, sections, [base])]
     for key, option in full["properties"].items():
         name = _reference(option)

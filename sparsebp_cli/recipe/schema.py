@@ -122,7 +122,7 @@ class PeftSection(BaseModel):
 
 
 class QuantizationSection(Section):
-    """A frozen base with quantised linears, under adapters (QLoRA)."""
+    """Quantise the linear layers of a frozen base model under adapters (QLoRA)."""
 
     type: Literal["nf4", "fp4", "int8"] = Field(
         description=(
@@ -300,10 +300,10 @@ class DatasetSection(Section):
     completion_column: str = Field("completion", description="Column of completions, for format completion.")
     columns: dict[str, str | list[str]] = Field(
         default_factory=dict,
-        description="For format chat: names in your data. With a column of messages: messages and tools name columns, "
-        "role and content name keys of a message, system, user, assistant and tool name roles. Without: system, user "
-        "and assistant name columns. An empty line joins several columns: {user: [instruction, input], assistant: "
-        "output}.",
+        description="For format chat: names in your data. If one column has all messages: messages and tools name "
+        "columns; role and content name keys of a message; system, user, assistant and tool name roles. Otherwise: "
+        "system, user and assistant name columns. An empty line joins several columns: {user: [instruction, input], "
+        "assistant: output}.",
     )
     chat_template: str | None = Field(
         None,
@@ -329,8 +329,8 @@ class DatasetSection(Section):
     )
     max_train_examples: PositiveInt | None = Field(
         None,
-        description="Largest number of training examples, from the start. For format text: of blocks. Validation and "
-        "test data stay the same. null: all.",
+        description="Largest number of training examples, from the start. For format text: number of blocks. "
+        "Validation and test data stay the same. null: all.",
     )
 
     @field_validator("columns")
@@ -539,8 +539,8 @@ class TrainingSection(Section):
     )
     group_by: Literal["length", "prefix"] | None = Field(
         None,
-        description="Put similar examples into one batch, which changes the order of the data. length: of similar "
-        "length. prefix: with the same first 16 tokens. null: random order.",
+        description="Put similar examples into one batch, which changes the order of the data. length: examples of "
+        "similar length. prefix: examples with the same first 16 tokens. null: random order.",
     )
     seed: CountFromZero = Field(0, description="Seed of the data order, dropout, new adapters and random policies.")
 
@@ -586,7 +586,7 @@ class TrainingSection(Section):
 
 
 class GenerateSection(Section):
-    """Metrics of texts that the model generates, greedily, from the prompts of held-out rows."""
+    """Metrics of texts that the model generates greedily from held-out prompts."""
 
     every: PositiveInt | None = Field(
         None,

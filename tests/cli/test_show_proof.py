@@ -99,7 +99,7 @@ def test_people_are_shown_the_proof(make_run, call: Cli) -> None:
     lines = [line for line in done.stdout.splitlines() if not line.startswith("folder: ")]  # a path is not broken
     assert max(map(len, lines)) <= 100
     words = " ".join(done.stdout.split())
-    assert "proof: one backward pass, counted at step 50" in words
+    assert "proof: FLOPs and bytes of one backward pass, counted at step 50" in words
     assert "*.mlp 2.00 M 50 % 50 % 1.80 k 90 % 50 % 75 %" in words
     assert "again" not in words  # nothing was computed again
     assert (
