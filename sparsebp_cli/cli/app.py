@@ -163,7 +163,7 @@ def describe_error(error: Exception) -> Problem:
         return Problem(
             type="Interrupted",
             exit_code=CHECK_FAILED,
-            text="the question was not confirmed or answered, so the command ended",
+            text="the question of the command was not confirmed",
         )
     return Problem(type="Crash", exit_code=SparseBPError.exit_code, text=crash.describe(error))
 

@@ -40,7 +40,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None, typer.Option(metavar="NAME", help="Name of the runs, instead of the recipe's name.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and the command. Start nothing, and write nothing.")
+        bool, typer.Option("--dry-run", help="Print the plan and the command; start and write nothing.")
     ] = False,
     detach: Detach = False,
     target: Annotated[

@@ -269,5 +269,5 @@ def _memory(history: History, *, brief: bool) -> str:
         split = f"a step's tensors {show_count(whole, 'B')} at most" + (f" ({split})" if split else "")
     if device is not None:
         return f"peak {show_count(device, 'B')}" + (f": {split}" if split else "")
-    rest = f"the whole process {show_count(process, 'B')}, with its libraries" if process is not None else ""
+    rest = f"the process {show_count(process, 'B')} with its libraries" if process is not None else ""
     return "; ".join(filter(None, (split, rest)))

@@ -79,12 +79,11 @@ def _speed(comparison: Comparison) -> Grid:
         )
     columns = ("group", "step", "fwd + bwd + opt", "to baseline", "limit", "reached")
     note = (
-        "Step: median time [quartiles] without warm-up, evaluation and checkpoints. The next column has the medians "
-        "of forward, backward and optimizer. To baseline: geometric mean of the ratios of step times, paired by seed "
-        "[95% interval on the logarithm, simultaneous like the interval of quality]. Withheld: the machine was busy, "
-        "or its speed drifted. Limit: speed-up of forward and backward over all steps if time fell like their FLOPs. "
-        "Reached: fraction of that saving in time, from the time per FLOP in probes, which run dense and policy "
-        "alternately."
+        "Step: median time [quartiles] without warm-up, evaluation and checkpoints. Then the medians of its phases. "
+        "To baseline: geometric mean of the ratios of step times, paired by seed [95% interval on the logarithm, "
+        "simultaneous like the interval of quality]. Withheld: the machine was busy, or its speed drifted. Limit: "
+        "speed-up of forward and backward over all steps if time fell like their FLOPs. Reached: fraction of that "
+        "saving in time, from the time per FLOP in probes, which run dense and policy alternately."
     )
     return Grid("Speed", columns, tuple(rows), note, bold=find_gains(comparison, comparison.groups, "step time", 3))
 
@@ -115,8 +114,7 @@ def _spent(comparison: Comparison) -> Grid:
     note = (
         "FLOPs: forward, backward, update and trial passes of all steps, on the run's own batches. Cost: these FLOPs "
         "divided by the baseline's, paired by seed [95% interval]. Step seconds: the same ratio of CPU seconds (on "
-        "CUDA: seconds of the clock). Differ: the two ratios differ by more than a tenth, so controls of equal "
-        "seconds would be other runs."
+        "CUDA: seconds of the clock). Differ: the two ratios differ by more than a tenth."
     )
     columns = ("group", "FLOPs", "cost", "step seconds", "FLOPs and seconds")
     return Grid("Cost of all steps", columns, tuple(rows), note)
@@ -187,11 +185,11 @@ def _work(comparison: Comparison) -> Grid:
         )
     columns = ("group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error", "of SGD's noise")
     note = (
-        "Backward executed: counted FLOPs. Of dense: their fraction of dense, which computes every gradient. Claimed: "
-        "the fraction that the policy estimated. Kept: fraction of the gradient's entries. Cosine and relative error: "
-        "against the dense gradient of the same batch, medians over the steps of all runs. Of SGD's noise: squared "
-        "error divided by the variance of the dense gradient over batches. Far below 1, the error disappears in the "
-        "noise of training. Far above 1, equal steps cannot make up for it."
+        "Backward executed: counted FLOPs. Of dense: their fraction of dense. Claimed: the fraction that the policy "
+        "estimated. Kept: fraction of the gradient's entries. Cosine and relative error: against the dense gradient "
+        "of the same batch, medians over the steps of all runs. Of SGD's noise: squared error divided by the variance "
+        "of the dense gradient over batches. Far below 1, the error disappears in the noise of training. Far above 1, "
+        "equal steps cannot make up for it."
     )
     return Grid("Backward work and fidelity of the gradient", columns, tuple(rows), note)
 
@@ -334,8 +332,7 @@ def _at_equal(comparison: Comparison) -> Grid:
     note = (
         "Two groups at a time, on the seeds that both have, at the evaluation nearest to the cost of the cheaper "
         "group (up to 10% earlier or 5% later). If a cost is unknown, training time replaces it. The learning rate of "
-        "the more expensive group was then not yet at its end: the control run with its own schedule is fairer. A "
-        "dense step computes every gradient."
+        "the more expensive group was then not yet at its end: the control run with its own schedule is fairer."
     )
     if any(row[3] == show.NONE for row in rows):
         note += (
@@ -392,7 +389,7 @@ def _reach(comparison: Comparison) -> Grid:
     note = (
         "Means over runs of the first evaluation that reached the value, at steps at which all runs evaluated. Over: "
         "some runs never reached it and count with their whole training, so the true mean is larger. Times are "
-        "compared only if every run of both groups reached it: otherwise only winners would be compared."
+        "compared only if every run of both groups reached it."
     )
     title = "" if comparison.target is None else f"Time to {comparison.metric} {comparison.target:g}"
     return Grid(title, columns, tuple(rows), note)

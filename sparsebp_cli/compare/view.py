@@ -69,7 +69,7 @@ def _pareto(comparison: Comparison) -> Grid:
         "Beaten by: groups that are nowhere worse and somewhere better in these numbers, perhaps by chance. Quality: "
         "the baseline's mean plus the paired difference. Time and memory: the baseline's, times the paired ratio. ±: "
         "standard deviation over the group's own seeds. Cost: FLOPs of all steps divided by the baseline's (of older "
-        "runs: from probes). A dash: not measured, or withheld because the machine was busy."
+        "runs: from probes). A dash: not measured, or withheld."
     )
     columns = ("group", comparison.metric, *(SHOW_COST[cost][0] for cost in costs), "beaten by")
     return Grid("Quality and cost", columns, tuple(rows), note, words_last=True)

@@ -534,8 +534,7 @@ class TrainingSection(Section):
     compile: bool = Field(
         False,
         description="true: compile the model with torch.compile for training steps. Needs a C++ compiler, or Triton "
-        "on a GPU. Evaluations and probes run uncompiled, so probes time the uncompiled model. The memory of steps is "
-        "not traced.",
+        "on a GPU. Evaluations and probes run uncompiled. The memory of steps is not traced.",
     )
     group_by: Literal["length", "prefix"] | None = Field(
         None,
@@ -702,7 +701,7 @@ class TargetOptions(Section):
     )
     processes: PositiveInt = Field(
         1,
-        description="Total number of processes on all nodes. They train one model together. Each trains "
+        description="Total number of processes on all nodes, which train one model. Each trains "
         "per_device_train_batch_size examples in a forward pass, on its own GPU if there are GPUs.",
     )
     sharding: Literal["none", "fsdp2"] = Field(

@@ -40,7 +40,7 @@ class SlurmOptions(ContainerOptions):
     )
     folder: AbsoluteFolder | None = Field(
         None,
-        description="Folder for runs, which all nodes can read and write. Required with host. null: $SPARSEBP_HOME.",
+        description="Folder for runs, which all nodes share. Required with host. null: $SPARSEBP_HOME.",
     )
     setup: list[str] = Field(
         default_factory=list,
@@ -76,7 +76,7 @@ class SlurmOptions(ContainerOptions):
     @model_validator(mode="after")
     def _consistent(self) -> SlurmOptions:
         if self.host and not self.folder:
-            raise ValueError("host needs folder: a folder for runs on the cluster, which all nodes can read and write")
+            raise ValueError("host needs folder: a folder for runs on the cluster, which all nodes share")
         if self.requeue and self.timeout_min and self.timeout_min * 60 <= self.warning_seconds:
             raise ValueError(
                 f"warning_seconds: must be below {self.timeout_min * 60}, the time limit (timeout_min: "

@@ -128,7 +128,7 @@ class DockerEngine(TargetEngine):
             self._require_absent(answer)
             if engine_id and self._engine_id() != engine_id:
                 where = f"{self._place} is not the Docker engine on which run {run.run_id} was started"
-                raise UnreachableError(f"{where}: use the engine of that time")
+                raise UnreachableError(f"{where}: use that engine")
             return WorkerStatus(Phase.OVER, text=f"its container is gone from {self._place}", gone=True)
         return _read_state(self._tool.read_json(answer))
 

@@ -28,7 +28,7 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
 def _find_missing(device: torch.device) -> str:
     compiler = os.environ.get("CXX") or "g++"  # as PyTorch chooses it on Linux
     if shutil.which(compiler.split()[0]) is None:
-        return f"a C++ compiler ({compiler}; the variable CXX can name another compiler)"
+        return f"a C++ compiler ({compiler}; CXX can name another)"
     if device.type == "cuda" and find_spec("triton") is None:
         return "the package triton"
     return ""
