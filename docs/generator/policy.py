@@ -17,20 +17,22 @@ from sparsebp_cli.policy import Budget, FoundPolicy, GradientSelector, InformedS
 from sparsebp_cli.policy.known_kind import find_kinds
 from sparsebp_cli.policy.shelf import SHELF
 
-TEXT = """This page lists every policy that comes with SparseBP, those of the package `sparsebp-shelf` among them, which
-`make setup` installs from a checkout: SHELVED.
-`sparsebp policies` lists these and those of installed plugins. To write one, see [write a policy](../guide/policy.md).
+TEXT = """This page lists every policy of SparseBP. Some come with the package `sparsebp-shelf`, which `make setup`
+installs from a checkout: SHELVED.
+`sparsebp policies` lists all installed policies, also of other plugins. To write one, see
+[write a policy](../guide/policy.md).
 
-The tables of claims show what each policy declares with the given options. *Exact*: every gradient equals the dense
-one. *Unbiased*: a site's selected gradient has the dense one as its mean over random draws. *Budget*: share of the
-gradient's entries kept. *Backward*: share of a linear's dense multiplications that is left with that. The conformance
-suite compares each claim with what is executed."""
+Some policies have a table of claims: what the policy declares for each choice of its options. *Exact*: every gradient
+equals the dense gradient. *Unbiased*: the mean of a selected gradient over random draws is the dense gradient.
+*Budget*: fraction of the gradient's entries that the policy keeps. *Backward*: fraction of a linear layer's
+multiplications that remain in the backward. The conformance suite compares each claim with executed steps."""
 
-CARD_TEXT = """*Work* is that of a step in the linears at which the policy decides, forward and backward, dense = 1,
-with the default options: one over it is the most that a step can gain. N, D and O are rows, inputs and outputs of a
-linear; `trained` is the share of the weights that are trained, `carried` that of rows with a backward, `computed` that
-of rows that are computed. What else a step does (attention, norms, head, optimizer, choosing) comes on top.
-*Exact* and *unbiased* hold with the default numbers, a half where there is none; *varies*: by an option that is none.
+CARD_TEXT = """*Work* counts the multiplications of a step, forward and backward, in the linear layers where the policy
+decides. Dense training is 1; options have their defaults. So a step is at most 1 / work times as fast. N, D and O are
+the numbers of rows, inputs and outputs of a linear layer. `trained` is the fraction of weights that are trained,
+`carried` the fraction of rows with a backward, `computed` the fraction of rows that are computed. *Work* leaves out the
+rest of a step: attention, norms, head, optimizer and the choice itself. *Exact* and *unbiased* hold for the default
+numbers; numbers without a default are 0.5. *varies*: the claim depends on an option that is not a number.
 """
 
 NUMBERS = (0.25, 0.5, 1.0)  # values of a share for which claims are shown

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 class Stride(GradientSelector):
     """Keep rows ``offset, offset + every, ...``; the offset is the step's number modulo ``every``."""
 
-    every: Annotated[int, Field(ge=1)] = Field(description="Keep every N-th token row; 1 is dense.")
+    every: Annotated[int, Field(ge=1)] = Field(
+        description="Keep every N-th token row of each gradient, where N is this number; 1 is dense."
+    )
 
     @property
     def exact(self) -> bool:

@@ -35,13 +35,13 @@ def refuse_complex(parameters: Iterable[Tensor], name: str) -> None:
     """Raise ValueError for complex parameters, whose imaginary part would be dropped."""
     for parameter in parameters:
         if parameter.is_complex():
-            raise ValueError(f"{name} updates real numbers, got a parameter of {parameter.dtype}")
+            raise ValueError(f"{name} supports only real parameters, got {parameter.dtype}")
 
 
 def refuse_sparse(gradient: Tensor, name: str) -> None:
     """Raise UnsupportedError for the gradient of an embedding made with ``sparse=True``."""
     if gradient.is_sparse:
-        raise UnsupportedError(f"{name} does not take sparse gradients: make the embedding with sparse=False")
+        raise UnsupportedError(f"{name} does not support sparse gradients: create the embedding with sparse=False")
 
 
 def check_not_negative(values: Mapping[str, object]) -> None:

@@ -3,13 +3,13 @@
 Training one layer at a time, in turn: Qijun Luo, Hengxu Yu and Xiao Li, "BAdam: A Memory Efficient Full Parameter
 Optimization Method for Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. New random layers for
 each turn, with embeddings and head always trained: Rui Pan et al., "LISA: Layerwise Importance Sampling for
-Memory-Efficient Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919. Another layer at
-every step, with a learning rate that follows its schedule once a round: Yongkang Liu et al., "HiFT: A Hierarchical Full
-Parameter Fine-Tuning Strategy" (EMNLP 2024), https://arxiv.org/abs/2401.15207.
+Memory-Efficient Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919. A different layer
+at every step, and a learning rate that changes only once per round through the layers: Yongkang Liu et al., "HiFT: A
+Hierarchical Full Parameter Fine-Tuning Strategy" (EMNLP 2024), https://arxiv.org/abs/2401.15207.
 
-We differ. HiFT's groups include embeddings and head, which have no turn here. By default the optimizer keeps the state
-of layers after their turn, like LISA's code and unlike BAdam's. Parameters outside the layers are trained at every
-step, unless a pattern freezes them. There is no 32-bit copy of the layers in turn.
+We differ. HiFT gives turns to embeddings and head, too; we give turns only to layers. By default the optimizer keeps a
+layer's state after its turn, as LISA's code does; BAdam's code drops it. We train parameters outside the layers at
+every step, unless a pattern freezes them. We make no 32-bit copy of the layers in turn.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Frozen(ParameterSelector):
     """Train the parameters that patterns name, or all others; train the layers all the time, or in turns."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where lower layers are good as they are, or optimizer state does not fit. Embeddings that are "
-        "trained keep the whole gradient of inputs.",
+        use="If the lower layers need no training, or the optimizer state does not fit into memory. If you train "
+        "embeddings, the backward still runs down to them.",
         year=2024,
         saves=("time", "memory"),
         work="(2 + trained) / 3",
-        memory="No input of a frozen weight, and no optimizer state.",
-        claimed="BAdam: Llama 3 8B in 23.5 GB. LISA: better than LoRA at its memory, LLaMA-2 7B to 70B.",
-        measured="Exact savings to the byte (results, measurements).",
-        code="BAdam (Ledzy/BAdam) and LMFlow, Apache-2.0; LMFlow keeps the state of layers that leave.",
+        memory="No inputs and no optimizer state of frozen weights.",
+        claimed="BAdam: trains Llama 3 8B in 23.5 GB. LISA: better than LoRA with equal memory, LLaMA-2 7B to 70B.",
+        measured="Saved bytes match the count exactly (results, measurements).",
+        code="BAdam (Ledzy/BAdam) and LMFlow, Apache-2.0; LMFlow keeps a layer's state after its turn.",
     )
     # Options of a cache for outputs of frozen layers, which 0.5 had.
     former_options: ClassVar[tuple[tuple[str, object], ...]] = (
@@ -73,21 +73,24 @@ class Frozen(ParameterSelector):
     )
     learning_rate: Literal["step", "turn", "cycle"] = Field(
         "step",
-        description="When the learning rate is set anew from its schedule. step: at each step. turn: at the first "
-        "step of each turn. cycle: at the first step of each round through all layers.",
+        description="When the learning rate is read from its schedule. step: at each step. turn: at the first step "
+        "of each turn. cycle: at the first step of each round through all layers.",
     )
 
     @model_validator(mode="after")
     def _means_something(self) -> Self:
         if self.train is not None and self.freeze is not None:
-            raise ValueError("give train or freeze, not both: parameters that train does not name are frozen")
+            raise ValueError("give either train or freeze: train already freezes all parameters that it does not name")
         if not self.train and not self.freeze and self.turn is None:
             raise ValueError("give train, freeze or turn: without them nothing is frozen")
         for option in ("order", "every", "at_once", "optimizer_state", "learning_rate"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")
         if self.order == "independent" and self.learning_rate == "cycle":
-            raise ValueError("learning_rate: cycle needs turns that go round, got order: independent; use turn")
+            raise ValueError(
+                "learning_rate: cycle needs rounds through all layers, which order: independent has "
+                "not; use learning_rate: turn"
+            )
         return self
 
     @property
@@ -128,7 +131,9 @@ class Frozen(ParameterSelector):
             return chosen
         layers = _layers(parameters, chosen)
         if not layers:
-            raise PolicyError("turn: layers: no parameter that is trained lies in a layer")
+            raise PolicyError(
+                "turn: layers needs trained parameters in transformer layers, but train and freeze leave none"
+            )
         resting = set(layers) - find_in_turn(layers, self.order, self.every, self.at_once, step)
         return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
 
@@ -140,7 +145,7 @@ class Frozen(ParameterSelector):
         elif self.freeze is not None:
             chosen -= match("freeze", self.freeze, parameters)
         if not chosen:
-            raise PolicyError("freeze: the patterns leave no parameter to train")
+            raise PolicyError("freeze: the patterns match all parameters: leave some to train")
         return chosen
 
 

@@ -24,16 +24,17 @@ class MaxChild(ChildRouter):
     """Continue into the child with the largest gradient."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To study the path of gradients. Not to save anything: every gradient of a node is computed before "
-        "one is chosen.",
+        use="To study which paths gradients take. It saves nothing: each node computes all gradients before one is "
+        "chosen.",
         memory="As dense.",
-        measured="After 60 steps the child drawn at random (5.15) was better than every largest one (6.06 to 7.26); "
-        "dense 4.24, one seed (results, measurements).",
+        measured="Loss after 60 steps: 6.06 to 7.26 with the largest child, 5.15 with a random child, 4.24 dense; "
+        "one seed (results, measurements).",
     )
 
     ties: Literal["first", "all", "random"] = Field(
         "first",
-        description="Which child to continue into if several have equally large gradients, as in a residual sum.",
+        description="Where to continue if several children have equally large gradients, as in a residual sum. all: "
+        "into all of them.",
     )
 
     @property

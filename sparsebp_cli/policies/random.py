@@ -25,13 +25,13 @@ class Random(StructuredSelector):
     """Keep rows, columns, blocks or elements drawn uniformly."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="As the control of every choice at the same budget.",
+        use="As a control: every policy should beat it at the same budget.",
         year=2021,
         saves=("time",),
         work="(1 + 2 * keep) / 3",
         memory="As dense.",
-        measured="Random rows beat those of largest norm on the Python documentation (log, 2026-11-21) and lost to "
-        "them on CMUdict (2026-11-23).",
+        measured="Random rows were better than rows of largest norm on the Python documentation (log, 2026-11-21), "
+        "and worse on CMUdict (2026-11-23).",
         code="acsl-technion/approx, BSD-3.",
     )
 

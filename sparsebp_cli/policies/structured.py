@@ -34,28 +34,36 @@ _PLACES = {"rows": ("batch", "example"), "elements": ("batch", "example", "row")
 class StructuredSelector(GradientSelector):
     """A gradient selector that scores parts of the gradient and keeps the parts of largest score."""
 
-    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Fraction that is kept, in (0, 1]; 1.0 is dense.")
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        description="Fraction of the gradient that is kept, in (0, 1]; 1.0 is dense."
+    )
     along: Literal["rows", "columns", "blocks", "elements", "2:4"] = Field(
         "rows",
         description="What is selected. rows: token positions. columns: output features. blocks: rectangles of "
         "positions and features. elements: single entries. 2:4: two of every four neighbouring features in each row.",
     )
     within: Literal["batch", "example", "row"] = Field(
-        "batch", description="batch: the fraction keep of the whole gradient. example, row: of each example or row."
+        "batch",
+        description="Where the fraction keep is counted. batch: in the whole gradient. example: in each "
+        "example. row: in each row.",
     )
-    block: tuple[PositiveInt, PositiveInt] = Field((32, 32), description="Size of blocks: token rows, output features.")
+    block: tuple[PositiveInt, PositiveInt] = Field(
+        (32, 32), description="Size of a block: number of token positions, number of output features."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         places = _PLACES.get(self.along, ("batch",))
         if self.within not in places:
             raise ValueError(
-                f"within: {self.within} does not go with along: {self.along}; allowed: {', '.join(places)}"
+                f"within: {self.within} is not allowed with along: {self.along}; allowed: {', '.join(places)}"
             )
         if self.along == "2:4" and self.keep not in (0.5, 1.0):
-            raise ValueError(f"along: 2:4 keeps half: keep must be 0.5 (or 1.0, dense), got {self.keep}")
+            raise ValueError(
+                f"along: 2:4 keeps half of the gradient, so keep must be 0.5, or 1.0 for dense, got {self.keep}"
+            )
         if self.along == "2:4" and self.keep_warmup_steps:
-            raise ValueError("along: 2:4 keeps half at every step: keep_warmup_steps must be 0")
+            raise ValueError("along: 2:4 keeps half of the gradient at every step: keep_warmup_steps must be 0")
         return self
 
     @property

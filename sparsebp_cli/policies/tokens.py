@@ -1,12 +1,12 @@
 """Train a part of the tokens: the tokens that the data marks, or the tokens of largest score.
 
-Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://arxiv.org/abs/2404.07965, for ``score:
-excess``. We differ: they select a fraction within the batch, we also within each example. Our backward can skip the
-work for untrained tokens (``mode``), and theirs does not.
+``score: excess``: Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024),
+https://arxiv.org/abs/2404.07965. We differ: they select a fraction of the batch's tokens; we can also select within
+each example. Our backward can skip the work for untrained tokens (``mode``); theirs does not.
 
-Antoine Simoulin et al., "Memory-Efficient Fine-Tuning of Transformers via Token Selection" (TokenTune, EMNLP 2024),
-https://arxiv.org/abs/2501.18824, for ``carry: random`` in mode ``detach``. We differ: ``carry_keep`` is a fraction of
-each example's positions, theirs is a number, and we also have ``mode: stop``.
+``carry: random`` with ``mode: detach``: Antoine Simoulin et al., "Memory-Efficient Fine-Tuning of Transformers via
+Token Selection" (TokenTune, EMNLP 2024), https://arxiv.org/abs/2501.18824. We differ: our ``carry_keep`` is a fraction
+of each example's positions; theirs is a number of positions. ``mode: stop`` is ours.
 
 ``draw: proportional`` is importance sampling of tokens. Angelos Katharopoulos and François Fleuret (ICML 2018),
 https://arxiv.org/abs/1803.00942, sample examples like this; ``score: gradient_norm`` is their bound of a gradient.
@@ -39,22 +39,23 @@ class SelectedTokens(ScoredTokenSelector):
     """Train marked tokens, random tokens, or the tokens of largest loss, excess loss, entropy or gradient."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="With mode exact where a part of the labels is trained, best beside lossless, which computes what these "
-        "need. detach and stop where a shorter step may cost a bias. The largest losses are often noise.",
+        use="mode: exact if you train a part of the labels; best with lossless, which then computes only what these "
+        "labels need. detach or stop if a faster step may be biased. The largest losses are often noise.",
         year=2024,
         saves=("time", "memory"),
         work="(1 + 2 * carried) / 3",
-        memory="The rows that carry gradient.",
-        claimed="Rho-1: mathematics pretraining with 3 % of the tokens; the publication saves no time by it.",
-        measured="mode detach 1.50, 2.56 and 3.15 times as fast at a half, a tenth and 2 of 512 rows (results, "
-        "measurements); at equal cost worse than a loss mask with a smaller batch by 0.038 (guide, study).",
+        memory="The token positions that carry gradient.",
+        claimed="Rho-1: pretraining on mathematics with 3 % of the tokens; its steps are not faster.",
+        measured="mode detach: 1.50, 2.56 and 3.15 times as fast with a half, a tenth and 2 of 512 rows (results, "
+        "measurements). At equal cost, the loss was 0.038 worse than with a loss mask and a smaller batch "
+        "(guide, study).",
         code="microsoft/rho, MIT, without training code.",
     )
 
     score: Literal["mask", "random", "loss", "excess", "entropy", "gradient_norm"] = Field(
-        description="mask: no score, train all marked tokens. loss, entropy: those of the model at this step. "
-        "gradient_norm: norm of the gradient at the token's logits. excess: loss minus the reference model's. "
-        "random: as a control."
+        description="How tokens are scored. mask: not at all, train all marked tokens. loss, entropy: of the model "
+        "at this step. gradient_norm: norm of the gradient at the token's logits. excess: loss minus the "
+        "reference model's loss. random: random scores, as a control."
     )
     draw: Literal["largest", "proportional"] = Field(
         "largest",
@@ -69,18 +70,20 @@ class SelectedTokens(ScoredTokenSelector):
     def _has_budget(self) -> Self:
         given = [name for name in ("keep", "band") if getattr(self, name) is not None]
         if self.score == "mask" and (given or self.within != "batch"):
-            raise ValueError(f"score: mask trains all tokens that the data marks: leave out {(*given, 'within')[0]}")
+            raise ValueError(
+                f"score: mask trains all marked tokens, without a choice: leave out {(*given, 'within')[0]}"
+            )
         if self.score != "mask" and not given:
-            raise ValueError(f"score: {self.score} needs keep, a share in (0, 1], or band, two quantiles")
+            raise ValueError(f"score: {self.score} needs keep, a fraction in (0, 1], or band, two quantiles")
         if self.score == "random" and self.band is not None:
-            raise ValueError("score: random has no quantiles: give keep in place of band")
+            raise ValueError("score: random does not support band: give keep instead")
         if self.draw == "proportional":
             if self.score in ("mask", "random", "excess"):
                 raise ValueError(f"draw: proportional needs a score that is never negative, got score: {self.score}")
             if self.band is not None or self.within != "batch" or self.mask_column is not None:
-                raise ValueError("draw: proportional needs keep, a share of all targets of the batch")
+                raise ValueError("draw: proportional needs keep, and neither band, mask_column nor within: example")
         if self.score == "excess" and self.reference is None:
-            raise ValueError("score: excess needs reference: a model, by name or path")
+            raise ValueError("score: excess needs the option reference: the name or path of a model")
         return self
 
     @property

@@ -67,8 +67,8 @@ class Site:
         """
         if self.unknown:
             raise UnsupportedError(
-                f"within: example needs to know the example of each row, and at {self.name!r} {self.unknown}; "
-                "exclude it, or choose within the batch"
+                f"within: example needs the example of each row, which is unknown at {self.name!r}: "
+                f"{self.unknown}; exclude this module, or set within: batch"
             )
         return self.batch_shape[0] if len(self.batch_shape) > 1 else 1
 
@@ -285,7 +285,8 @@ class GradientSelector(Policy):
     )
     error_feedback: bool = Field(
         False,
-        description="Whether the cut part of a layer's gradient is added at the next step, before the selection.",
+        description="Whether each step adds what the previous step cut from a layer's gradient, before the policy "
+        "selects.",
     )
 
     @abstractmethod
@@ -331,7 +332,7 @@ class GradientSelector(Policy):
     @model_validator(mode="after")
     def _has_keep(self) -> Self:
         if self.keep_warmup_steps and "keep" not in type(self).model_fields:
-            raise ValueError("keep_warmup_steps needs a policy with an option keep")
+            raise ValueError("keep_warmup_steps needs a policy that has the option keep: leave it out")
         return self
 
 
@@ -356,7 +357,7 @@ GRADIENT_SELECTOR = Kind(
         ),
         Rule(
             "{other} and {policy} at {sites} are not supported: give one of them",
-            why="Nodes have no names before the first backward, so the engine cannot assign them to policies.",
+            why="Nodes have no names before the first backward, so where and layers cannot assign them to policies.",
             other={"kind": SAME},
             options={"sites": ("nodes",)},
         ),

@@ -105,7 +105,7 @@ def find_policy(name: str) -> FoundPolicy:
         if home:
             raise PolicyError(f"policy {name!r} is not installed: {home}")
         if name in REMOVED:
-            raise PolicyError(f"policy {name!r} was removed after 0.5: {REMOVED[name]}")
+            raise PolicyError(f"policy {name!r} was removed after version 0.5: {REMOVED[name]}")
         more = did_you_mean(name, names) or tell_shelf({entry.dist.name for entry in entries if entry.dist is not None})
         raise PolicyError(f"unknown policy {shorten(repr(name))}; installed: {', '.join(names)}{more}")
     policy = _load(name, entries.select(name=name))
@@ -152,7 +152,7 @@ def make_policies(given: PolicyLike | Iterable[PolicyLike]) -> tuple[Policy, ...
     if isinstance(given, str | Policy | Mapping):
         given = [given]
     if not isinstance(given, Iterable):
-        raise PolicyError(f"policies must be a policy, its name, a mapping or a list of these, got {given!r}")
+        raise PolicyError(f"policies must be a policy, a policy's name, a mapping or a list of these, got {given!r}")
     return tuple(_make_one(policy) for policy in given)
 
 
@@ -168,11 +168,11 @@ def _make_one(policy: PolicyLike) -> Policy:
     name = options.pop("name", None)
     if not isinstance(name, str) and options.keys() & _OF_PHASES:
         raise PolicyError(
-            "phases (schedule, until, policy) are not a policy: pass them to attach_phases(model, schedule, ...), or "
-            "to schedule= of PolicyTrainer and PolicyCallback"
+            "got phases (schedule, until, policy) instead of a policy: call attach_phases(model, schedule, ...), "
+            "or give schedule= to PolicyTrainer or PolicyCallback"
         )
     if not isinstance(name, str):
-        raise PolicyError(f"a policy's mapping needs its name, got {dict(policy)!r}")
+        raise PolicyError(f"the mapping of a policy needs the key name, got {dict(policy)!r}")
     return make_policy(name, **options)
 
 
@@ -181,7 +181,7 @@ def _load(name: str, entries: Iterable[EntryPoint]) -> FoundPolicy:
     by_target = {(find_source(entry), entry.value): entry for entry in entries}
     sources = " and ".join(dict.fromkeys(source for source, _ in by_target))
     if len(by_target) > 1:
-        return FoundPolicy(name, sources, None, f"this name is registered more than once, by {sources}")
+        return FoundPolicy(name, sources, None, f"several packages register this name: {sources}")
     ((source, value), entry), *_ = by_target.items()
     try:
         policy_class = entry.load()
@@ -199,11 +199,11 @@ def _is_policy(found: object) -> TypeGuard[type[Policy]]:
 def _find_problem(policy_class: type[Policy]) -> str:
     """Return why a class is not a usable policy; empty if it is usable."""
     if inspect.isabstract(policy_class):
-        return f"leaves abstract: {', '.join(sorted(policy_class.__abstractmethods__))}"
+        return f"does not implement: {', '.join(sorted(policy_class.__abstractmethods__))}"
     if not _find_kinds(policy_class):
-        return "makes no decision: derive it from a kind, such as GradientSelector, not from Policy"
+        return "derives from Policy directly: derive it from a kind, such as GradientSelector"
     if "name" in policy_class.model_fields:
-        return "has an option called name: recipes use that key for the policy itself"
+        return "has an option called name, but recipes use this key for the policy's name: rename the option"
     return find_hidden_state(policy_class)
 
 

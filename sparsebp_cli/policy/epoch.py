@@ -83,31 +83,32 @@ class EpochSelector(Policy):
 
 EPOCH_SELECTOR = Kind(
     EpochSelector,
-    asked="Decides at the start of each epoch, by the losses that its examples had when they were last "
-    "trained on. Exact if every epoch visits every example once with the weight 1; "
-    "unbiased if the weight of each example, 0 if it is left out, is 1 in the mean over draws. "
-    "[Choose the examples of an epoch](../guide/tokens.md#choose-the-examples-of-an-epoch)\n",
+    asked="The policy decides at the start of each epoch, by the latest training loss of each example. Exact if "
+    "every epoch visits every example once with the weight 1. Unbiased if each example's weight is 1 on average "
+    "over random draws; a left-out example has the weight 0. [Choose the examples of an "
+    "epoch](../guide/tokens.md#choose-the-examples-of-an-epoch)\n",
     suite="sparsebp_cli.testing.epoch:check_epoch_selector",
     by_worker=True,
     keeps_state=False,
     weighs_examples=True,
     limits=(
         Rule(
-            "{policy} chooses the examples of an epoch: built for the worker of a recipe (sparsebp run) alone",
-            why="The worker knows an example by its row in the training split, draws the order of an epoch and keeps "
-            "the losses. A loop of your own and a Trainer have a data loader that SparseBP does not see.",
+            "{policy} chooses the examples of an epoch, which works only in a recipe (sparsebp run)",
+            why="`sparsebp run` numbers the examples, draws their order and stores their losses. It cannot see the "
+            "data loader of your own loop or of a Trainer.",
             options={"loop": ("own", "trainer")},
         ),
         one_process("Each process would know the losses of its own examples only."),
         not_beside(
             ("TokenSelector", "ExampleSelector", "BatchPacker"),
-            "The loss of every example is read from the logits of all its positions.",
+            "The policy needs the loss of every example, from the logits of all its positions.",
             where="training",
         ),
-        not_with("format", ("regression",), "it weighs losses that are a cross-entropy"),
-        not_with("segments", GIVEN, "it weighs the losses of examples outside of the model"),
+        not_with("format", ("regression",), "it weights cross-entropy losses only"),
+        not_with("segments", GIVEN, "it weights the losses of examples outside of the model"),
         Rule(
-            "{policy} chooses the examples of an epoch: not supported in a schedule, whose phases end within one",
+            "{policy} chooses the examples of a whole epoch, but a phase of a schedule can end within an "
+            "epoch: use one phase",
             options={"phases": SEVERAL},
         ),
     ),

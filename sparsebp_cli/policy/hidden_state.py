@@ -10,7 +10,7 @@ from functools import cached_property
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.contract import Policy
 
-_WHY = "which no checkpoint saves: use immutable options, and derive from Stateful for state"
+_WHY = "which no checkpoint saves: make options immutable, and derive from Stateful to keep state"
 
 
 def find_hidden_state(policy_class: type[Policy]) -> str:
@@ -18,9 +18,9 @@ def find_hidden_state(policy_class: type[Policy]) -> str:
     for name in policy_class.__private_attributes__.keys() - Policy.__private_attributes__.keys():
         return f"keeps state in its private attribute {name!r}, {_WHY}"
     if not policy_class.model_config.get("frozen"):
-        return "has options that can be changed: keep frozen=True"
+        return "allows changes of its options: set frozen=True"
     if policy_class.model_config.get("extra") == "allow":
-        return "takes unknown options: keep extra='forbid'"
+        return "accepts unknown options: set extra='forbid'"
     for above in policy_class.__mro__[: policy_class.__mro__.index(Policy)]:
         for name, value in vars(above).items():
             if not name.startswith(("__", "_abc_", "model_")) and _can_change(value):

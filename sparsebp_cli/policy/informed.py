@@ -63,7 +63,7 @@ class Seen:
 
     def _read(self, name: Reading) -> Tensor:
         if name not in self.readings:
-            raise UsageError(f"{name} was not read: name it in the policy's reads")
+            raise UsageError(f"{name} is not available: add this name to the policy's reads")
         return self.readings[name]
 
 
@@ -119,12 +119,12 @@ class InformedSelector(GradientSelector):
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"{type(self).__name__} sees more than the gradient: call choose")
+        raise UsageError(f"{type(self).__name__} needs more than the gradient: call choose instead of select")
 
     @model_validator(mode="after")
     def _feeds_back_one_selection(self) -> Self:
         if self.error_feedback and self.split is not None:
-            raise ValueError("error_feedback does not work with separate selections for dgrad and wgrad")
+            raise ValueError("error_feedback needs the same selection for dgrad and wgrad: set error_feedback: false")
         return self
 
 
@@ -134,7 +134,7 @@ INFORMED_SELECTOR = Kind(
     fact="informed",
     limits=(
         at_linears(does=" reads inputs and weights of linears:", facts=_OF),
-        not_with("float8", GIVEN, "it reads inputs and weights, or selects dgrad and wgrad apart", facts=_OF),
-        whole_weights("it reads whole weights", facts=_OF),
+        not_with("float8", GIVEN, "it reads inputs and weights, or selects separately for dgrad and wgrad", facts=_OF),
+        whole_weights("it needs each weight whole", facts=_OF),
     ),
 )

@@ -84,9 +84,9 @@ def _find_problem(found: object, kinds: Sequence[Kind]) -> str:
         return f"{found.name} is not a Policy class"
     above = next((kind.name for kind in kinds if issubclass(found.policy, kind.policy)), "")
     if above:
-        return f"{found.name} derives from {above}, which is a kind: derive it from Policy"
+        return f"{found.name} derives from {above}, which is a kind already: derive {found.name} from Policy"
     if any(kind.name == found.name for kind in kinds):
-        return f"another kind has the name {found.name}"
+        return f"another kind is called {found.name} already: rename one of them"
     return ""
 
 

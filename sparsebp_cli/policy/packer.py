@@ -63,14 +63,14 @@ class BatchPacker(Policy):
     )
     prefixes: Literal["share", "update", "separate"] = Field(
         "share",
-        description="share: compute a prefix that several examples of a batch have in common once. update: compute it "
-        "once for all micro-batches of an optimizer step (your own loop must call engine.expect). separate: compute "
-        "it in each example.",
+        description="share: compute a prefix that several examples of a batch have in common once. update: compute "
+        "it once for all micro-batches of an optimizer step (your own loop must call engine.expect). separate: "
+        "compute it again for each example.",
     )
     verify: Literal["never", "first", "always"] = Field(
         "first",
-        description="When to compare the gradient with that of the step without lossless. first: at the first batch, "
-        "and at each batch that is longer or larger than all earlier ones, or arranged in a new way.",
+        description="When to compare the gradient with the gradient without lossless. first: at the first batch, and "
+        "at each batch that is longer, larger or arranged differently than all earlier batches.",
     )
 
     logits: Literal["tiles", "whole"] = Field(
@@ -105,8 +105,9 @@ _OF_UPDATES: Conditions = {"shares_updates": (True,)}
 
 BATCH_PACKER = Kind(
     BatchPacker,
-    asked="Decides before each forward of training whether rows are left out. Always exact up to "
-    "rounding; the gradient is compared with the plain one. [Same gradient, less work](../guide/lossless.md)\n",
+    asked="Before each training forward, the policy decides whether to skip token positions. Exact up to rounding; "
+    "`verify` compares the gradient with an ordinary backward pass. [Same gradient, less "
+    "work](../guide/lossless.md)\n",
     extensions=((500, "sparsebp_cli.backward.kind.packing.extension:PackingExtension"),),
     suite="sparsebp_cli.testing.packer:check_batch_packer",
     shortens=True,
@@ -119,38 +120,38 @@ BATCH_PACKER = Kind(
     limits=(
         not_beside(
             ("GradientSelector", "EdgeRouter"),
-            "A packed batch has rows instead of examples, and selectors decide by example and position.",
+            "lossless rearranges the batch, but the other policy decides by example and position.",
         ),
         not_beside(
             ("ExampleSelector",),
-            "Examples are scored, and their losses weighed, by the logits of a plain forward. Under trl's fused head "
-            "they are chosen around the packed forward.",
+            "The other policy scores and weights examples by the logits of an ordinary forward. Under trl's "
+            "fused head it chooses examples before the packed forward.",
             options={"fused_head": (False,)},
         ),
         Rule(
             "{other} and {policy} in one forward is supported only in mode: exact: set it, or give one of them",
-            why="Modes detach and stop make constants of rows by example and position.",
+            why="The modes detach and stop treat some positions as constants, which they find by example and position.",
             other={"kind": ("TokenSelector",), "mode": ("detach", "stop")},
         ),
         one_process(
-            "The processes would have to sum gradients after the backward of the last shared rows.",
+            "The backward of shared prefixes comes last, after the processes have summed their gradients.",
             what="{policy} with prefixes: update",
             facts=_OF_UPDATES,
         ),
-        not_with("update", ("eager",), "gradients of rows that micro-batches share come last", facts=_OF_UPDATES),
-        not_with("compile", (True,), "rows that micro-batches share are not compiled", facts=_OF_UPDATES),
-        not_compiled(
-            "rows that micro-batches share are not compiled", what="{policy} with prefixes: update", facts=_OF_UPDATES
+        not_with(
+            "update", ("eager",), "the gradients of shared prefixes come after the last micro-batch", facts=_OF_UPDATES
         ),
+        not_with("compile", (True,), "shared prefixes run uncompiled", facts=_OF_UPDATES),
+        not_compiled("shared prefixes run uncompiled", what="{policy} with prefixes: update", facts=_OF_UPDATES),
         Rule(
             "{other} and {policy} in one forward is not supported with prefixes: update: give one of them, or try "
             "prefixes: share",
-            why="Shared rows run before other policies choose in each micro-batch.",
+            why="Shared prefixes run before the other policy decides in each micro-batch.",
             policy=_OF_UPDATES,
             other={"kind": AllBut(("ParameterSelector",))},
         ),
-        at_linears("Nodes are identified by the examples and positions of the plain forward."),
-        not_with("segments", GIVEN, "it changes the batch inside of the forward"),
+        at_linears("Node gradients are stored by the examples and positions of the ordinary forward."),
+        not_with("segments", GIVEN, "it rearranges the batch inside the forward"),
         in_trainer_not_with(
             "neftune_noise_alpha",
             GIVEN,

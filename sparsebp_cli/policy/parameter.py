@@ -107,11 +107,11 @@ def _find_facts(policy: ParameterSelector) -> Mapping[str, object]:
 
 
 _TURNS: Conditions = {"changes": (True,)}
-_TURNING = "{policy} with another set of parameters each step"
-_DDP = "DDP waits for the gradient of every parameter that required one when DDP was created"
+_TURNING = "{policy} with a set of trained parameters that changes"
+_DDP = "DDP waits for a gradient of every parameter that was trainable when DDP was created"
 PARAMETER_SELECTOR = Kind(
     ParameterSelector,
-    asked="Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
+    asked="The policy decides at the start of each step. Parameters that a step does not train have no gradient.\n",
     extensions=(
         (300, "sparsebp_cli.backward.kind.parameter.extension:ParameterExtension"),
         (2_100, "sparsebp_cli.backward.kind.parameter.learning_rate:make_rates"),
@@ -124,19 +124,19 @@ PARAMETER_SELECTOR = Kind(
         one_process(f"{_DDP}.", what=_TURNING, facts=_TURNS),
         Rule(
             "{policy} in a schedule works in one process, got {processes}",
-            why=f"{_DDP}, which was in one phase.",
+            why=f"{_DDP}, in one of the phases.",
             options={"phases": SEVERAL, "processes": SEVERAL},
         ),
         Rule(
-            "{policy} under DDP: attach first, and wrap the model in DDP afterwards",
+            "{policy} got a model in DDP: call attach before you wrap the model in DDP",
             why=f"{_DDP}.",
             options={"wrapped": ("DDP",)},
         ),
         needs_optimizer(
-            "the set changes after the optimizer's step, which needs the gradients of the previous set",
+            "SparseBP changes the set after each optimizer step, which still needs the old gradients",
             what=_TURNING,
             facts=_TURNS,
         ),
-        not_compiled("each set would be compiled again", what=_TURNING, facts=_TURNS),
+        not_compiled("torch.compile would compile again for each set", what=_TURNING, facts=_TURNS),
     ),
 )

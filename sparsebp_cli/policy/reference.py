@@ -19,12 +19,14 @@ class ReferenceReader(Policy):
     the two options. In your own training loop, pass the reference model as ``attach(reference=...)``."""
 
     reference: str | None = Field(
-        None, description="Name or path of a reference model, with whose losses the policy compares; null: none."
+        None,
+        description="Name or path of a reference model. The policy compares losses with those of this model. "
+        "null: none.",
     )
     reference_scores: Literal["cached", "fly"] = Field(
         "cached",
         description="cached: the reference model computes the losses of all training data once, and they are stored "
-        "on disk. fly: it computes the losses of each batch when the batch is trained on.",
+        "on disk. fly: it computes the losses of each batch just before the training step.",
     )
 
     @property
@@ -35,7 +37,7 @@ class ReferenceReader(Policy):
     @model_validator(mode="after")
     def _has_reference(self) -> Self:
         if self.reference is not None and not self.reads_reference:
-            raise ValueError("reference is not used with these options: leave it out")
+            raise ValueError("reference has no effect with the other options: leave it out")
         return self
 
 
@@ -50,8 +52,8 @@ REFERENCE_READER = Kind(
             options={"loop": ("worker",)},
         ),
         Rule(
-            "{policy} has another reference model than a policy of another phase: give one reference and one "
-            "reference_scores for the whole schedule",
+            "{policy} has a different reference than another phase: set the same reference and "
+            "reference_scores in all phases",
             policy={"compares": (True,)},
             options={"phases": SEVERAL, "references": SEVERAL},
         ),

@@ -65,7 +65,7 @@ def require_names(asked: str, value: object, given: Collection[str]) -> frozense
     for name in names:
         if not isinstance(name, str) or name not in given:
             got = repr(name) if isinstance(name, str) else _describe(name)
-            raise PolicyError(f"{asked} must return names that it received, got {got}")
+            raise PolicyError(f"{asked} must return only names that it received, got {got}")
     return frozenset(names)
 
 
@@ -91,15 +91,15 @@ def require_index(
     import torch
 
     if not isinstance(index_K, torch.Tensor) or index_K.dtype != torch.int64 or index_K.ndim != 1:
-        raise PolicyError(f"{asked} must be int64 of one dimension, got {_describe(index_K)}")
+        raise PolicyError(f"{asked} must be an int64 tensor of one dimension, got {_describe(index_K)}")
     if device is not None and index_K.device != device:
         raise PolicyError(f"{asked} must be on {device}, got {index_K.device}")
     if len(index_K) and (index_K.device.type == "cpu" if reads is None else reads):
         least, most = int(index_K.min()), int(index_K.max())
         if least < 0 or most >= size:
-            raise PolicyError(f"{asked} must be in [0, {size}), got {least if least < 0 else most}")
+            raise PolicyError(f"{asked} must contain only numbers in [0, {size}), got {least if least < 0 else most}")
         if len(index_K.unique()) != len(index_K):
-            raise PolicyError(f"{asked} must have each number at most once")
+            raise PolicyError(f"{asked} must contain each number at most once")
     return index_K
 
 
@@ -117,7 +117,7 @@ def check_weighted(asked: str, index_K: object, weight_K: object, size: int) -> 
     """
     index = require_index(asked, index_K, size)
     if not len(index):
-        raise PolicyError(f"{asked} must have at least one number")
+        raise PolicyError(f"{asked} must contain at least one number, got none")
     if weight_K is not None:
         _require_shape(f"{asked} and weight_K", weight_K, index.shape)
 

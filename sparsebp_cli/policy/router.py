@@ -48,7 +48,7 @@ class EdgeRouter(Policy):
     )
     lookahead: bool = Field(
         False,
-        description="Whether to run a dense backward before each backward. It counts the decisions that excluded the "
+        description="Whether to run a dense backward before each backward, to count decisions that exclude the "
         "parameter with the largest gradient.",
     )
     norm: Literal["l1", "l1_mean", "l2"] = Field(
@@ -95,8 +95,9 @@ class EdgeRouter(Policy):
 
 EDGE_ROUTER = Kind(
     EdgeRouter,
-    asked="Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
-    "that are followed cannot be weighted for the others. Claims no FLOPs beforehand; the run counts them.\n",
+    asked="The policy needs `backward.sites: nodes`. It is exact only if the backward follows every edge, and never "
+    "unbiased, because no weights replace the other edges. SparseBP counts its FLOPs during the run, without an "
+    "estimate before.\n",
     suite="sparsebp_cli.testing.router:check_router",
     at_sites=True,
     adapter="sparsebp_cli.backward.node.site:make_adapter",
@@ -104,15 +105,15 @@ EDGE_ROUTER = Kind(
     limits=(
         not_beside(
             ("GradientSelector",),
-            "A router decides about nodes, a gradient selector about the gradients that arrive at them.",
+            "Both policies would cut gradients at the same nodes.",
             where="backward",
         ),
         Rule(
-            "{policy} routes at graph nodes: needs {sites:nodes}, got {sites:=}",
+            "{policy} decides at nodes of the autograd graph: it needs {sites:nodes}, got {sites:=}",
             options={"sites": ("linears",)},
         ),
         one_process(
-            "Each process would route its own gradient differently, and their sum would be the gradient of neither."
+            "Each process would follow different edges, and their summed gradient would belong to no decision."
         ),
     ),
 )

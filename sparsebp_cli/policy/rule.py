@@ -129,7 +129,7 @@ def needs(option: str, value: str, got: tuple[object, ...], because: str) -> Rul
     return Rule(f"{{policy}} needs {{{option}:{value}}}, got {{{option}:=}}: {because}", options={option: got})
 
 
-def whole_weights(because: str = "it is not supported for sharded weights", *, facts: Conditions = NONE) -> Rule:
+def whole_weights(because: str = "sharded weights are not supported", *, facts: Conditions = NONE) -> Rule:
     """Refuse weights that FSDP2 shards.
 
     Args:

@@ -167,6 +167,6 @@ def _bits(number: int) -> int:
 
 def _check(value_N: Tensor, num_kept: int) -> None:
     if value_N.dim() != 1:
-        raise ValueError(f"expected one dimension, got the shape {tuple(value_N.shape)}")
+        raise ValueError(f"value_N must have one dimension, got the shape {tuple(value_N.shape)}")
     if not 1 <= num_kept <= value_N.numel():
         raise ValueError(f"num_kept must be in [1, {value_N.numel()}], got {num_kept}")

@@ -46,7 +46,7 @@ def split_schedules(
         elif value.keys() >= _ENDS and _is_scalar(policy_class, name):
             raise _refusal(policy_class, name, value, _why(policy_class, name))
     if schedules and options.get("keep_warmup_steps"):
-        why = "already changes keep over the training: give keep_warmup_steps or schedules, not both"
+        why = "changes keep over the training, as a schedule does: give either keep_warmup_steps or schedules"
         raise _refusal(policy_class, "keep_warmup_steps", options["keep_warmup_steps"], why)
     return plain, schedules
 
@@ -56,7 +56,8 @@ def needs_length(policy: Policy, num_steps: int | None) -> None:
     if policy.schedules and num_steps is None:
         name = next(iter(policy.schedules))
         raise UsageError(
-            f"{type(policy).__name__}: {name} follows a schedule: pass the number of steps to attach(num_steps=...)"
+            f"{type(policy).__name__}: {name} follows a schedule, which needs the number of steps: pass "
+            "attach(num_steps=...)"
         )
 
 
@@ -78,10 +79,10 @@ def _is_scalar(policy_class: type[Policy], name: str) -> bool:
 
 def _why(policy_class: type[Policy], name: str) -> str:
     if not policy_class.takes_schedules:
-        return "cannot follow a schedule: this kind of policy decides the same at every step"
+        return "cannot follow a schedule: this kind of policy decides the same at every step; give one value"
     if name in policy_class.constants:
-        return "cannot follow a schedule: this option itself says when something happens in the training"
-    return "cannot follow a schedule: only options that are real numbers can, not counts, periods or words"
+        return "cannot follow a schedule: this option sets when something happens; give one value"
+    return "cannot follow a schedule: only real numbers can, not whole numbers or words; give one value"
 
 
 def _read(policy_class: type[Policy], name: str, value: Mapping[str, object]) -> Schedule:

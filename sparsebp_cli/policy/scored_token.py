@@ -26,11 +26,12 @@ class ScoredTokenSelector(TokenSelector):
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None,
-        description="Fraction of the target tokens to train, by largest score, in (0, 1]; null: all, unless "
-        "band is given.",
+        description="Fraction of the target tokens to train, in (0, 1]: those with the largest scores. null: all, "
+        "unless band is given.",
     )
     within: Literal["batch", "example"] = Field(
-        "batch", description="batch: choose among all target tokens of the batch. example: in each example separately."
+        "batch",
+        description="batch: choose among all target tokens of the batch. example: choose in each example separately.",
     )
     band: tuple[Quantile, Quantile] | None = Field(
         None,
@@ -46,33 +47,36 @@ class ScoredTokenSelector(TokenSelector):
     )
     carry: Literal["trained", "real", "column", "random"] = Field(
         "trained",
-        description="Positions that carry gradient in modes detach and stop. trained: trained positions only. real: "
-        "all but padding. column, random: trained positions, and those that carry_column marks, or random ones.",
+        description="In modes detach and stop: positions whose gradient is computed. trained: only trained "
+        "positions. real: all but padding. column: also positions that carry_column marks. random: also random "
+        "positions.",
     )
     carry_column: str | None = Field(
-        None, description="With 'carry: column': column of the data that marks the tokens that carry gradient."
+        None, description="With 'carry: column': column of the data that marks these positions."
     )
     carry_keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None,
-        description="With 'carry: random': fraction of each example's positions that carry gradient. Random positions "
-        "fill up the trained ones to this fraction.",
+        description="With 'carry: random': fraction of each example's positions whose gradient is computed: trained "
+        "positions first, then random ones.",
     )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.keep is not None and self.band is not None:
-            raise ValueError("give keep or band, not both: each selects what is trained")
+            raise ValueError("give either keep or band: each of them selects the trained tokens")
         if self.band is not None and not self.band[0] < self.band[1]:
             raise ValueError(f"band must be [low, high] with low below high, got [{self.band[0]}, {self.band[1]}]")
         if self.keep_warmup_steps and self.keep is None:
             raise ValueError("keep_warmup_steps needs keep")
         if (self.carry == "column") != (self.carry_column is not None):
-            raise ValueError("carry: column and carry_column go together: give both or neither")
+            raise ValueError(
+                "carry: column needs carry_column, and carry_column needs carry: column: give both or neither"
+            )
         if (self.carry == "random") != (self.carry_keep is not None):
-            raise ValueError("carry: random and carry_keep go together: give both or neither")
+            raise ValueError("carry: random needs carry_keep, and carry_keep needs carry: random: give both or neither")
         if self.carry != "trained" and self.mode == "exact":
             raise ValueError(
-                f"carry: {self.carry} needs mode: detach or stop; in mode: exact all positions carry gradient"
+                f"carry: {self.carry} needs mode: detach or stop; mode: exact computes the gradient of all positions"
             )
         return self
 

@@ -35,7 +35,7 @@ MOVED = frozenset(
 # Policies that were removed after 0.5, each with the reason or what to use in its place.
 REMOVED = {
     "autofreeze": "use grades or frozen",
-    "backlite": "it was never faster than dense",
+    "backlite": "it was never faster than dense training",
     "dropit": "use gact, wta-crs, velora or compact",
     "evolved-pruning": "use infobatch",
     "evolved-sampling": "use importance or selective-backprop",

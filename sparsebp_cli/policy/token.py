@@ -78,9 +78,9 @@ class TokenSelector(ReferenceReader):
 
     mode: TokenMode = Field(
         "exact",
-        description="exact: the gradient of the masked loss, without the work that it does not need. detach: keys and "
-        "values of positions that carry no gradient are constants in every layer; biased, and much faster. stop: "
-        "their gradients train the weights that compute them, but go no further; biased less than detach.",
+        description="exact: compute the gradient of the masked loss and skip work that it does not need. detach: "
+        "treat the keys and values of the other positions as constants; biased, and much faster. stop: like "
+        "detach, but their gradients still train the key and value weights; less biased.",
     )
 
     @property
@@ -143,9 +143,10 @@ def _find_facts(policy: TokenSelector) -> Mapping[str, object]:
 
 TOKEN_SELECTOR = Kind(
     TokenSelector,
-    asked="Decides before each forward of training, by the scores that it needs, whose cost is counted. "
-    "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
-    "batch and all gradient is carried. [Train only some tokens or examples](../guide/tokens.md)\n",
+    asked="The policy scores tokens before each training forward; the step's cost includes this. Exact if all "
+    "targets are trained and no position's gradient is skipped. Unbiased if targets are drawn at random from the "
+    "whole batch and no position's gradient is skipped. [Train only some tokens or "
+    "examples](../guide/tokens.md)\n",
     # With a batch packer, it must choose among the labels before the packer runs, so its chooser wraps the packer.
     extensions=(
         (100, "sparsebp_cli.backward.kind.token.extension:make_extension"),
@@ -158,14 +159,14 @@ TOKEN_SELECTOR = Kind(
     facts=_find_facts,
     limits=(
         Rule(
-            "{policy} chooses among the labels of tokens: needs {format:text} or completion, got {format:=}",
-            why="A classification has one label an example. Without keep and a score other than mask, carry chooses "
-            "the positions that carry gradient.",
+            "{policy} chooses among token labels, so it needs {format:text} or completion, got {format:=}",
+            why="A classification has one label per example. `score: mask` without keep works: carry then chooses "
+            "positions.",
             policy={"trains_all": (False,)},
             options={"format": ("classification",)},
         ),
-        not_with("format", ("regression",), "it computes losses that are a cross-entropy"),
-        at_linears("Nodes store tensors by their index among all positions."),
-        not_with("segments", GIVEN, "it runs layers for some positions only"),
+        not_with("format", ("regression",), "it computes cross-entropy losses only"),
+        at_linears("Node gradients are stored by an index among all positions."),
+        not_with("segments", GIVEN, "it runs layers only for some positions"),
     ),
 )

@@ -60,7 +60,7 @@ def _check_choice(policy: ParameterSelector) -> None:
     for index in range(NUM_STEPS):
         chosen = policy.select(parameters, _at(policy, index))
         good = isinstance(chosen, Collection) and not isinstance(chosen, str) and set(chosen) <= names
-        require(good, f"{name_of(policy)}: select must return names that it received, got {chosen!r}")
+        require(good, f"{name_of(policy)}: select must return only names that it received, got {chosen!r}")
         require(len(chosen) > 0, f"{name_of(policy)}: trains nothing at step {index}")
         require(len(set(chosen)) == len(chosen), f"{name_of(policy)}: names a parameter twice at step {index}")
 

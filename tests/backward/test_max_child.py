@@ -362,7 +362,9 @@ def test_a_parameter_that_nothing_leads_to_does_no_harm() -> None:
 
 
 def test_linears_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="MaxChild routes at graph nodes: needs sites='nodes', got 'linears'"):
+    with pytest.raises(
+        UnsupportedError, match="MaxChild decides at nodes of the autograd graph: it needs sites='nodes', got 'linears'"
+    ):
         sbp.attach(tiny_decoder("llama"), [sbp.make_policy("max-child")])
 
 

@@ -124,8 +124,16 @@ WRONG: dict[str, tuple[type[Selection] | None, Answer, str]] = {
     "another type": (Rows, lambda grad: Columns(torch.tensor([0])), "must return Rows or None, got Columns"),
     "two selections": (Rows, lambda grad: Split(None, None), "must return Rows or None, got Split"),
     "no selection at all": (None, lambda grad: grad, "must return Selection or None, got torch.float32"),
-    "int32": (Rows, lambda grad: Rows(half(grad).int()), "index_K of Rows must be int64 of one dimension, got"),
-    "a mask": (Rows, lambda grad: Rows(grad[:, 0] > 0), "index_K of Rows must be int64 of one dimension, got"),
+    "int32": (
+        Rows,
+        lambda grad: Rows(half(grad).int()),
+        "index_K of Rows must be an int64 tensor of one dimension, got",
+    ),
+    "a mask": (
+        Rows,
+        lambda grad: Rows(grad[:, 0] > 0),
+        "index_K of Rows must be an int64 tensor of one dimension, got",
+    ),
     "two dimensions": (Rows, lambda grad: Rows(half(grad)[None]), "index_K of Rows must be int64 of one dimension"),
     "another device": (Rows, lambda grad: Rows(half(grad).to("meta")), "index_K of Rows must be on cpu, got meta"),
     "beyond": (Rows, lambda grad: Rows(half(grad) + len(grad)), r"index_K of Rows must be in \[0, "),
@@ -169,9 +177,9 @@ def test_a_wrong_choice_of_tokens_is_named(name: str, mode: str) -> None:
 WRONG_NAMES: dict[str, tuple[Answer, str]] = {
     "nothing": (lambda given: None, r"AnswersParameters\.select must return a collection of names, got None"),
     "a name": (lambda given: given[0].name, "must return a collection of names, got str"),
-    "parameters": (lambda given: given[:1], "must return names that it received, got Parameter"),
-    "a name of another model": (lambda given: ["nope"], "must return names that it received, got 'nope'"),
-    "numbers": (lambda given: torch.arange(2), "must return names that it received, got torch.int64 of shape"),
+    "parameters": (lambda given: given[:1], "must return only names that it received, got Parameter"),
+    "a name of another model": (lambda given: ["nope"], "must return only names that it received, got 'nope'"),
+    "numbers": (lambda given: torch.arange(2), "must return only names that it received, got torch.int64 of shape"),
 }
 
 

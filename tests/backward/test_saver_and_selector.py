@@ -124,5 +124,5 @@ def test_one_linear_for_both_is_refused_by_name() -> None:
                 {"name": "sketch", "keep": 0.5, "where": ["*layers.0*"]},
             ],
         )
-    with pytest.raises(UnsupportedError, match="or each its own linears by where or layers"):
+    with pytest.raises(UnsupportedError, match="or give each its own layers by where or layers"):
         sbp.attach(model, [{"name": "crs", "keep": 0.5, "where": MLP}, {"name": "sketch", "keep": 0.5}])

@@ -166,17 +166,17 @@ def test_what_a_policy_declares_holds_at_every_step_of_its_schedule(keep: dict[s
         ("topk", {"keep": {"to": 0.5}}, "keep.from: missing"),
         ("topk", {"keep": {**FALL, "by": "cosin"}}, "keep.by: .*did you mean cosine"),
         ("topk", {"keep": {**FALL, "over": 2.0}}, "keep.over: must be at most 1, got 2.0"),
-        ("topk", {"keep": FALL, "keep_warmup_steps": 2}, "keep_warmup_steps: already changes keep over the training"),
+        ("topk", {"keep": FALL, "keep_warmup_steps": 2}, "keep_warmup_steps: changes keep over the training"),
         ("topk", {"keep": 0.5, "keep_warmup_steps": FALL}, "keep_warmup_steps: cannot follow a schedule: only"),
         (
             "frozen",
             {"turn": "layers", "every": FALL},
-            "every: cannot follow a schedule: only options that are real numbers",
+            "every: cannot follow a schedule: only real numbers can",
         ),
         (
             "uniform",
             {"start": {"from": 0.1, "to": 0.2}},
-            "start: cannot follow a schedule: this option itself says when",
+            "start: cannot follow a schedule: this option sets when",
         ),
         ("lossless", {"verify": {"from": 0.1, "to": 0.2}}, "verify: cannot follow a schedule: this kind"),
     ],
@@ -188,6 +188,6 @@ def test_a_wrong_schedule_is_refused_by_the_name_of_its_option(name: str, option
 
 def test_a_schedule_needs_the_length_of_the_training() -> None:
     with pytest.raises(
-        UsageError, match=r"TopK: keep follows a schedule: pass the number of steps to attach\(num_steps"
+        UsageError, match=r"TopK: keep follows a schedule, which needs the number of steps: pass attach\(num_steps"
     ):
         sbp.attach(make_model(), {"name": "topk", "keep": FALL})

@@ -177,7 +177,7 @@ def test_nothing_is_read_that_nobody_names() -> None:
     model = Attention()
     with sbp.attach(model, Informed(saw=[])) as engine, patch.object(choice, "norm", side_effect=AssertionError):
         engine.backward(model(torch.randn(2, 3, 8)).sum())
-    with pytest.raises(UsageError, match="input_norm was not read: name it in the policy's reads"):
+    with pytest.raises(UsageError, match="input_norm is not available: add this name to the policy's reads"):
         Seen(torch.zeros(1, 1)).input_norm  # noqa: B018
 
 
@@ -223,7 +223,7 @@ def test_nodes_refuse_by_name() -> None:
 
 
 def test_error_feedback_with_a_split_is_refused() -> None:
-    with pytest.raises(ValidationError, match="does not work with separate selections for dgrad and wgrad"):
+    with pytest.raises(ValidationError, match="needs the same selection for dgrad and wgrad"):
         Informed(given=Split(None, None), error_feedback=True)
 
 
@@ -323,5 +323,5 @@ def test_a_probe_allows_what_a_mean_budget_draws() -> None:
 
 
 def test_a_selector_that_sees_more_is_not_asked_with_the_gradient_alone() -> None:
-    with pytest.raises(UsageError, match="Informed sees more than the gradient: call choose"):
+    with pytest.raises(UsageError, match="Informed needs more than the gradient: call choose"):
         Informed().select(torch.zeros(1, 1), Site("layer", 1, (1,)), Step(0))

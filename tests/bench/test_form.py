@@ -83,7 +83,11 @@ def test_every_form_of_every_built_in_policy_can_be_made(name: str) -> None:
         ("topk", {"options": {"keep": 0.1}}, "bench times several values of keep"),
         ("dense", {"keeps": [0.5]}, "'dense' has no option keep"),
         ("max-child", {"keeps": [0.5]}, "'max-child' has no option keep"),
-        ("max-child", {"sites": ["linears"]}, "routes at graph nodes: needs sites='nodes', got 'linears'"),
+        (
+            "max-child",
+            {"sites": ["linears"]},
+            "decides at nodes of the autograd graph: it needs sites='nodes', got 'linears'",
+        ),
         ("max-child", {"options": {"leaves": "never"}}, "leaves: got 'never', allowed: 'compete', 'always'"),
     ],
 )

@@ -102,8 +102,8 @@ def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
         name = CLASSES[entry.policy]
         if site != "nodes":
             return Refusal(
-                f"{name} routes at graph nodes: needs sites='nodes', got {site!r}",
-                f"{entry.policy!r} routes at graph nodes: needs backward.sites: nodes, got {site}",
+                f"{name} decides at nodes of the autograd graph: it needs sites='nodes', got {site!r}",
+                f"{entry.policy!r} decides at nodes of the autograd graph: it needs backward.sites: nodes, got {site}",
             )
         if composition == "DDP":
             return Refusal(f"{name} works in one process, got several (DDP or FSDP)")

@@ -38,7 +38,7 @@ def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
     chosen = {choice.policy.get("name") for choice in CHOICES}
     assert of_recipes <= chosen
     for name in of_recipes:
-        with pytest.raises(UnsupportedError, match="built for the worker of a recipe"):
+        with pytest.raises(UnsupportedError, match="which works only in a recipe"):
             train("nothing", (Way(name, {"name": name}),))
 
 

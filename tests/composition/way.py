@@ -100,9 +100,11 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
     """
     if way.question == "ParameterSelector" and composition == "DDP":
         if "turn" in way.policy:
-            return "Frozen with another set of parameters each step works in one process, got several (DDP or FSDP)"
+            return (
+                "Frozen with a set of trained parameters that changes works in one process, got several (DDP or FSDP)"
+            )
         if wrapped == "before":
-            return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
+            return "Frozen got a model in DDP: call attach before you wrap the model in DDP"
     if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING):
         return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
     if composition == "DDP" and way.label == "velora":
@@ -121,8 +123,8 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
 def _find_skipping_refusal(first: Way, second: Way) -> str:
     if second.question == "segments":
         return (
-            f"{_class_of(first)} with segments=2 is not supported: segments run the layers without gradients first, "
-            "where no block is left out"
+            f"{_class_of(first)} with segments=2 is not supported: segments first run the layers "
+            "without gradients, with all blocks"
         )
     return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
 
@@ -141,9 +143,10 @@ def _find_part_refusal(other: Way, way: Way, second: Way) -> str:
         beside = f"{' and '.join(names)} in one training is not supported: give one of them"
         return "" if other.question == "ExampleSelector" else beside
     return {
-        "update": f"{name} needs update='deferred', got 'eager': parts are written into the weights after a whole step",
-        "segments": f"{name} with segments=2 is not supported: segments support the parameters of layers, but not "
-        "parts of weights",
+        "update": f"{name} needs update='deferred', got 'eager': SparseBP writes the parts into the "
+        "weights only after a whole step",
+        "segments": f"{name} with segments=2 is not supported: segments support whole parameters, "
+        "but not parts of weights",
     }[other.question]
 
 
@@ -152,7 +155,7 @@ def _find_weighing_refusal(first: Way, second: Way) -> str:
         return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
     if second.question == "segments":
         policy = _class_of(first)
-        return f"{policy} with segments=2 is not supported: it weighs the losses of examples outside of the model"
+        return f"{policy} with segments=2 is not supported: it weights the losses of examples outside of the model"
     return ""
 
 
@@ -177,17 +180,17 @@ def _find_other_refusal(first: Way, second: Way) -> str:
         return _find_skipping_refusal(first, second)
     if "segments" in questions and questions & {"TokenSelector", "BatchPacker"}:
         return {
-            "TokenSelector": "SelectedTokens with segments=2 is not supported: it runs layers for some positions only",
-            "BatchPacker": "Lossless with segments=2 is not supported: it changes the batch inside of the forward",
+            "TokenSelector": "SelectedTokens with segments=2 is not supported: it runs layers only for some positions",
+            "BatchPacker": "Lossless with segments=2 is not supported: it rearranges the batch inside the forward",
         }[first.question]
     if "update" in questions and (refusal := _find_eager_refusal(first) or _find_eager_refusal(second)):
         return refusal
     if "InputSaver" in questions and questions & {"TokenSelector", "BatchPacker", "GradientSelector"}:
         names = [find_policy(str(way.policy["name"])).policy_class for way in (first, second)]
         shown = " and ".join(name.__name__ for name in names if name is not None)
-        both = "decide what the gradients of weights are computed from"
+        both = "change the weight gradients of the same linear layers"
         return f"{shown} " + (
-            f"both {both}: give one of them, or each its own linears by where or layers"
+            f"both {both}: give one of them, or give each its own layers by where or layers"
             if "GradientSelector" in questions
             else "in one forward is not supported: give one of them"
         )

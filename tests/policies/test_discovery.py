@@ -51,7 +51,7 @@ def test_working_plugin_is_found_with_its_source(site_folder: Path) -> None:
         ("class Other: pass", "AttributeError: "),
         (
             "from sparsebp_cli.policy import GradientSelector\nclass Thing(GradientSelector): pass",
-            "{module}:Thing leaves abstract: budget, exact, select, selection, unbiased",
+            "{module}:Thing does not implement: budget, exact, select, selection, unbiased",
         ),
     ],
 )

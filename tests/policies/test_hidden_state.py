@@ -71,8 +71,8 @@ class TakesMore(Given):
         (Counting, r"Counting has a class attribute 'number' that can change \(count\)"),
         (Cached, r"Cached has a class attribute 'first' that can change \(cached_property\)"),
         (Mixed, r"Mixed has a class attribute 'table' that can change \(dict\)"),
-        (Changeable, "Changeable has options that can be changed: keep frozen=True"),
-        (TakesMore, "TakesMore takes unknown options: keep extra='forbid'"),
+        (Changeable, "Changeable allows changes of its options: set frozen=True"),
+        (TakesMore, "TakesMore accepts unknown options: set extra='forbid'"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

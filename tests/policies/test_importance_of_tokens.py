@@ -140,8 +140,8 @@ def test_drawn_in_proportion_with_one_over_the_probability() -> None:
     ("options", "text"),
     [
         ({"score": "random", "keep": 0.5}, "never negative, got score: random"),
-        ({"score": "loss", "keep": 0.5, "within": "example"}, "a share of all targets of the batch"),
-        ({"score": "loss", "band": [0.2, 0.7]}, "a share of all targets of the batch"),
+        ({"score": "loss", "keep": 0.5, "within": "example"}, "and neither band, mask_column nor within: example"),
+        ({"score": "loss", "band": [0.2, 0.7]}, "and neither band, mask_column nor within: example"),
     ],
     ids=str,
 )

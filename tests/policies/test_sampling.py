@@ -210,7 +210,7 @@ def test_weights_are_the_inverse_of_the_probabilities() -> None:
 def test_a_count_that_cannot_be_drawn_is_refused(num_kept: int) -> None:
     with pytest.raises(ValueError, match=rf"num_kept must be in \[1, 3\], got {num_kept}"):
         sampling.water_fill(torch.ones(3), num_kept)
-    with pytest.raises(ValueError, match=r"expected one dimension, got the shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"value_N must have one dimension, got the shape \(2, 2\)"):
         sampling.draw(torch.ones(2, 2), 1, generator())
 
 

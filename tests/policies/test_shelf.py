@@ -93,7 +93,7 @@ def test_a_recipe_with_a_removed_policy_says_so_in_one_line(name: str, tmp_path:
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe)
     text = str(raised.value)
-    assert text.endswith(f"policy.0.name: policy {name!r} was removed after 0.5: {REMOVED[name]}")
+    assert text.endswith(f"policy.0.name: policy {name!r} was removed after version 0.5: {REMOVED[name]}")
     assert "\n" not in text
 
 

@@ -26,7 +26,7 @@ def write(folder: Path, text: str) -> Path:
         (
             CLASSES + "policy: {name: tokens, score: loss, keep: 0.5}\n",
             "4:16: policy.0.name",
-            "'tokens' chooses among the labels of tokens",
+            "'tokens' chooses among token labels",
         ),
         (
             TEXT + "policy: {name: tokens, score: mask}\nbackward: {sites: nodes}\n",

@@ -27,7 +27,7 @@ POLICY = SMALL + "policy:\n  - name: "
         ("topk\n    keep: '0.5'", "7:11: policy.0.keep: must be a number, got '0.5' (text); write it without quotes"),
         ("topk\n    keep: true", "7:11: policy.0.keep: must be a number, got true"),
         ("topk\n    keep:", "7:10: policy.0.keep: must be a number, got nothing"),
-        ("topk", "6:5: policy.0.keep: missing (Fraction that is kept, in (0, 1]; 1.0 is dense)"),
+        ("topk", "6:5: policy.0.keep: missing (Fraction of the gradient that is kept, in (0, 1]; 1.0 is dense)"),
         (
             "topk\n    kepe: 1",
             "7:5: policy.0.kepe: unknown key 'kepe'; allowed: where, layers, keep_warmup_steps, error_feedback, keep, "
@@ -129,9 +129,13 @@ def test_a_kind_that_the_engine_does_not_carry_out_is_refused(install: Install, 
     [
         ("Absent", "AttributeError: module 'bad_plugin' has no attribute 'Absent'"),
         ("NOT_A_POLICY", "bad_plugin:NOT_A_POLICY is not a Policy class"),
-        ("Unfinished", "bad_plugin:Unfinished leaves abstract: budget, exact, select, selection, unbiased"),
-        ("Kindless", "makes no decision: derive it from a kind, such as GradientSelector, not from Policy"),
-        ("Named", "bad_plugin:Named has an option called name: recipes use that key for the policy itself"),
+        ("Unfinished", "bad_plugin:Unfinished does not implement: budget, exact, select, selection, unbiased"),
+        ("Kindless", "derives from Policy directly: derive it from a kind, such as GradientSelector"),
+        (
+            "Named",
+            "bad_plugin:Named has an option called name, but recipes use this key for the policy's name: rename "
+            "the option",
+        ),
     ],
 )
 def test_a_broken_plugin_is_named_with_its_problem(install: Install, refuse: Refuse, target: str, problem: str) -> None:
@@ -158,7 +162,7 @@ def test_a_name_that_two_distributions_offer_is_broken_and_both_are_named(instal
     install("one-plugin", {"half": "Half"})
     install("two-plugin", {"half": "Half"})
     line = refuse(SMALL + "policy: half")
-    assert "this name is registered more than once, by " in line
+    assert "several packages register this name: " in line
     assert "one-plugin 2.0" in line
     assert "two-plugin 2.0" in line
 
@@ -170,7 +174,7 @@ def test_a_name_that_two_distributions_offer_is_broken_and_both_are_named(instal
         ({"keep": float("nan")}, "policy 'topk': keep: must be a finite number, got nan (a number)"),
         ({"keep": 10**5000}, "policy 'topk': keep: must be a number, got a huge number"),
         ({"keep": object}, "policy 'topk': keep: must be a number, got <class 'object'>"),
-        ({}, "policy 'topk': keep: missing (Fraction that is kept, in (0, 1]; 1.0 is dense)"),
+        ({}, "policy 'topk': keep: missing (Fraction of the gradient that is kept, in (0, 1]; 1.0 is dense)"),
     ],
 )
 def test_the_library_says_the_same_words(options: dict[str, object], expected: str) -> None:

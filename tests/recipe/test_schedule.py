@@ -105,7 +105,8 @@ def test_a_schedule_is_described_in_one_line(read: Read, text: str, line: str) -
         (
             "policy: dense",
             "policy: max-child",
-            "8:14: schedule.1.policy.0.name: 'max-child' routes at graph nodes: needs backward.sites: nodes, got "
+            "8:14: schedule.1.policy.0.name: 'max-child' decides at nodes of the autograd graph: it needs "
+            "backward.sites: nodes, got "
             "linears",
         ),
         (
@@ -142,8 +143,8 @@ def test_what_is_wrong_in_a_phase_is_one_line_with_its_place(refuse: Refuse, old
         (
             "{name: infobatch}",
             "training.seed=0",
-            "schedule.1.policy.0.name: 'infobatch' chooses the examples of an epoch: not supported in a schedule, "
-            "whose phases end within one",
+            "schedule.1.policy.0.name: 'infobatch' chooses the examples of a whole epoch, but a phase "
+            "of a schedule can end within an epoch: use one phase",
         ),
         (
             "{name: dropbp, keep: 0.5, sensitivity_at: 0.5}",
@@ -165,7 +166,7 @@ def test_two_phases_compare_with_one_reference(read: Read, refuse: Refuse) -> No
     text = HEAD + f"schedule:\n  - {{until: 0.5, policy: {one}}}\n  - policy: {one}\n"
     assert len(read(text).phases) == 2
     line = refuse(text.replace("  - policy: {name: tokens", "  - policy: {name: tokens, reference_scores: fly"))
-    assert "'tokens' has another reference model than a policy of another phase" in line
+    assert "'tokens' has a different reference than another phase" in line
 
 
 def test_a_later_file_or_change_replaces_policy_by_schedule_and_the_reverse(read: Read, refuse: Refuse) -> None:

@@ -70,7 +70,8 @@ TRAINING = SMALL + "training:\n  "
         ),
         (
             SMALL + "policy: max-child",
-            "5:9: policy.0.name: 'max-child' routes at graph nodes: needs backward.sites: nodes, got linears",
+            "5:9: policy.0.name: 'max-child' decides at nodes of the autograd graph: it needs backward.sites: "
+            "nodes, got linears",
         ),
         (
             "version: 1\nname: a\nmodel: {name: austen-llama, quantization: nf4}\ndataset: {name: austen}\n",

@@ -43,7 +43,7 @@ def refuse(
         ([{"until": 0.4, "policy": [ROWS]}, {"policy": "dense"}], PolicyError, "phases .* to attach_phases"),
         ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
         ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "make the same decision"),
-        ("infobatch", UnsupportedError, "built for the worker of a recipe"),
+        ("infobatch", UnsupportedError, "which works only in a recipe"),
     ],
 )
 def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: Make, tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def _refuse(folder: Any, sections: str, text: str) -> None:
 
 
 def test_a_loop_of_ones_own_is_refused_by_name() -> None:
-    text = r"InfoBatch chooses the examples of an epoch: built for the worker of a recipe \(sparsebp run\) alone"
+    text = r"InfoBatch chooses the examples of an epoch, which works only in a recipe \(sparsebp run\)"
     with pytest.raises(UnsupportedError, match=text):
         sbp.attach(nn.Linear(2, 2), "infobatch")
 

@@ -193,7 +193,7 @@ def test_two_processes_with_frozen_parameters_train_as_one_does(make_recipe, tmp
     [
         (
             "model: {name: austen-llama}\ntarget: {kind: local, processes: 2}\npolicy: [{name: frozen, turn: layers}]",
-            r"4:17: policy.0.name: 'frozen' with another set of parameters each step works in one process, got "
+            r"4:17: policy.0.name: 'frozen' with a set of trained parameters that changes works in one process, got "
             "target.processes: 2",
         ),
     ],
@@ -206,5 +206,5 @@ def test_a_recipe_is_refused_where_it_says_what_is_not_built(tmp_path, text, err
 
 
 def test_turns_on_several_processes_are_refused_by_name(make_recipe) -> None:
-    with pytest.raises(UnsupportedError, match="'frozen' with another set of parameters each step works in one"):
+    with pytest.raises(UnsupportedError, match="'frozen' with a set of trained parameters that changes works in one"):
         refuse_unsupported(make_recipe(2, policy=[TURNS]))

@@ -258,7 +258,7 @@ def test_a_group_of_runs_has_one_number_of_processes(make_recipe) -> None:
         (
             "none",
             {"policy": [{"name": "frozen", "turn": "layers"}]},
-            "with another set of parameters each step works in one",
+            "with a set of trained parameters that changes works in one",
         ),
         ("fsdp2", {"training": {"optim": "adafactor"}}, "training.optim: adafactor is not supported"),
         ("fsdp2", {"training": {"optim": "adagrad"}}, "training.optim: adagrad is not supported"),

@@ -85,7 +85,7 @@ def test_a_run_claims_what_it_executes_and_saves_less(tiny_recipe, prepared, pol
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        ("backward: {sites: nodes}", "'gact' saves inputs of linears: needs backward.sites: linears, got nodes"),
+        ("backward: {sites: nodes}", "'gact' saves inputs of linear layers: needs backward.sites: linears, got nodes"),
         ("target: {processes: 2, sharding: fsdp2}", "'gact' needs target.sharding: none"),
         ("model: {name: austen-llama, float8: emulated}", "'gact' with model.float8: emulated is not supported"),
     ],

@@ -105,7 +105,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(questions: Any, prepared:
     ("sections", "said"),
     [
         ({"target": {"processes": 2}}, "works in one process"),
-        ({"backward": {"update": "eager", "eager_clip": "exact"}}, "gradients of rows that micro-batches share"),
+        ({"backward": {"update": "eager", "eager_clip": "exact"}}, "the gradients of shared prefixes"),
         ({"policy": [UPDATE, {"name": "tokens", "mode": "exact", "keep": 0.5, "score": "loss"}]}, "prefixes: share"),
     ],
 )

@@ -35,8 +35,7 @@ class DepthExtension(EngineExtension):
             )
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise UnsupportedError(
-                f"{name} ends the backward pass at a layer of one stack, but an encoder-decoder model has two stacks "
-                "of layers"
+                f"{name} supports only models with one stack of layers, got an encoder-decoder model with two"
             )
         self._policy, self._model, self._layers = policy, model, layers
         self._engine: EngineView | None = None

@@ -40,7 +40,8 @@ class DepthSelector(Policy):
 
 DEPTH_SELECTOR = Kind(
     DepthSelector,
-    asked="Decides at the start of each step. Exact if all layers have a backward at every step, else biased.",
+    asked="The policy decides at the start of each step. Exact if all layers have a backward at every step, else "
+    "biased.",
     extensions=((Kind.OF_PACKAGES, "sparsebp_depth.extension:DepthExtension"),),
     suite="sparsebp_depth.suite:check_depth_selector",
     leaves_out_gradients=True,
@@ -48,12 +49,13 @@ DEPTH_SELECTOR = Kind(
     limits=(
         rule.not_beside(
             ("TokenSelector", "BatchPacker"),
-            "They replace the forward of layers, at whose input the backward is to end.",
+            "The other policy replaces forwards of layers, but the depth selector must end the backward at a "
+            "layer's input.",
         ),
-        rule.at_linears("Nodes are known by the backward of every layer."),
-        rule.not_with("segments", rule.GIVEN, "segments run each layer from an input that needs a gradient"),
+        rule.at_linears("Nodes are identified in the backward of all layers."),
+        rule.not_with("segments", rule.GIVEN, "segments give each layer an input that needs a gradient"),
         rule.whole_weights(),
-        rule.needs_optimizer("one choice holds for all backward passes of a step"),
+        rule.needs_optimizer("the choice of layers changes after each optimizer step"),
         rule.not_compiled("the backward ends at another layer at each step"),
     ),
 )

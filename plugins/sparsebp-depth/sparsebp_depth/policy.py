@@ -9,7 +9,7 @@ from sparsebp_depth.kind import DepthDraw, DepthSelector
 class RandomDepth(DepthSelector):
     """Run the backward of all layers at a fraction of the steps, and of a uniformly drawn number at the others."""
 
-    card = MethodCard(use="Only as an example of a kind that a package brings.", saves=("time", "memory"))
+    card = MethodCard(use="Only as an example: its package adds its own kind of policy.", saves=("time", "memory"))
 
     full: float = Field(
         0.5,

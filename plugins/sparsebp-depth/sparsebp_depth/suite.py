@@ -19,7 +19,7 @@ def check_depth_selector(policy: DepthSelector) -> None:
         assert found == again, f"{name}: chooses differently when called again at the same step"
         assert all(1 <= depth <= num_layers for depth in found), f"{name}: depth must be from 1 to {num_layers}"
         if policy.exact:
-            assert set(found) == {num_layers}, f"{name}: says it is exact, and leaves layers out"
+            assert set(found) == {num_layers}, f"{name}: declares exact, but skips the backward of some layers"
 
 
 def _steps() -> list[Step]:

@@ -338,7 +338,7 @@ def test_an_unknown_block_is_a_broken_policy() -> None:
             return ["model.layers.9.mlp"]
 
     with pytest.raises(
-        PolicyError, match=r"Wrong\.drop must return names that it received, got 'model\.layers\.9\.mlp'"
+        PolicyError, match=r"Wrong\.drop must return only names that it received, got 'model\.layers\.9\.mlp'"
     ):
         attach(tiny_model("llama"), Wrong(texts=("",)))
 

@@ -120,7 +120,7 @@ def test_a_model_whose_loss_is_another_one_is_refused() -> None:
 @pytest.mark.parametrize(("other", "text"), [(SelectedTokens(score="random", keep=0.5), "in one forward"), (None, "")])
 def test_what_does_not_go_with_weights_is_refused_by_name(other: Any, text: str) -> None:
     policies, options = ([Importance(), other], {}) if other else ([Importance()], {"segments": 2})
-    with pytest.raises(UnsupportedError, match=text or "it weighs the losses of examples outside of the model"):
+    with pytest.raises(UnsupportedError, match=text or "it weights the losses of examples outside of the model"):
         attach(tiny_decoder("llama"), policies, **options)
 
 

@@ -97,7 +97,7 @@ def test_what_has_no_losses_of_a_reference_is_refused_by_name() -> None:
     with attach(model, Rho(), reference="batch"), pytest.raises(UsageError, match="needs the column 'reference_loss'"):
         model(**arguments)
     tokens = SelectedTokens(score="excess", keep=0.5, reference="austen-llama")
-    with pytest.raises(UnsupportedError, match="SelectedTokens and Rho both compare with a reference: give one"):
+    with pytest.raises(UnsupportedError, match="SelectedTokens and Rho both compare with a reference model: give one"):
         attach(model, [tokens, Rho()], reference="batch")
     config = AutoConfig.for_model("llama", **(FAMILIES["llama"] | {"num_labels": 4, "pad_token_id": 0}))
     classifier = AutoModelForSequenceClassification.from_config(config).train()

@@ -4,10 +4,10 @@ Sunghyeon Woo, Baeseong Park, Byeongwook Kim, Minjung Jo, Se Jung Kwon, Dongsuk 
 Accelerating Fine-Tuning of Large Language Models by Dropping Backward Propagation" (NeurIPS 2024),
 https://arxiv.org/abs/2402.17812. With `sensitivity_at` the rates follow the paper, which measures them after a tenth of
 its training. The more the gradient norms of the parameters change when a block is dropped alone, the less often the
-block is dropped. We differ in four points. Without `sensitivity_at` every block has the same rate and needs no trial
-passes. The number of dropped blocks follows the rates at every step; the paper draws each block separately and adds
-some if too few are dropped. A block's work counts its weights only. The policy chooses before the step; the paper's
-code draws inside the module, so a forward repeated by checkpointing may draw differently.
+block is dropped. We differ in four points. Without `sensitivity_at` all blocks have the same rate, without trial
+passes. Each step drops as many blocks as the rates give; the paper draws each block separately, and drops more if these
+are too few. We measure a block's work by its weights only. Our policy chooses before the step; the paper's code draws
+inside the module, so checkpointing may draw differently when it repeats a forward.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
     """Drop residual blocks from the backward, different ones at each step."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where a step must be shorter or smaller in any model with residual blocks. Compare with dense and "
-        "a smaller batch, which costs as little.",
+        use="If a step of a model with residual blocks must be faster or need less memory. Compare with dense "
+        "training with a smaller batch at the same cost.",
         year=2024,
         saves=("time", "memory"),
         work="(1 + 2 * keep) / 3",
         memory="Nothing of a dropped block.",
-        claimed="44 % less training time and sequences 6.2 times as long, LLaMA-2 with QLoRA.",
-        measured="1.47 and 1.90 times as fast at keep 0.5 and 0.25 (results, measurements); at the cost of 60 "
-        "dense steps worse than dense with a smaller batch (log, 2026-11-23).",
-        code="WooSunghyeon/dropbp, MIT; draws again in a forward that checkpointing repeats.",
+        claimed="44 % less training time, and sequences 6.2 times as long; LLaMA-2 with QLoRA.",
+        measured="1.47 and 1.90 times as fast at keep 0.5 and 0.25 (results, measurements). At the cost of 60 dense "
+        "steps, worse than dense with a smaller batch (log, 2026-11-23).",
+        code="WooSunghyeon/dropbp, MIT; draws again if checkpointing repeats a forward.",
     )
 
     constants: ClassVar[tuple[str, ...]] = ("sensitivity_at",)
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         description=(
-            "Fraction of the residual blocks whose backward runs, in (0, 1]; 1.0 is dense. If this is no whole "
-            "number of blocks, one more block runs at some steps, and the mean is this fraction."
+            "Fraction of the residual blocks whose backward runs, in (0, 1]; 1.0 is dense. If this is not a "
+            "whole number of blocks, one more block runs at some steps, so that the mean is this fraction."
         )
     )
     sensitivity_at: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
@@ -76,8 +76,8 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
     def _can_be_shared_out(self) -> Self:
         if self.sensitivity_at is not None and not 1.0 / UNIT <= self.keep < 1.0:
             raise ValueError(
-                f"with sensitivity_at, keep must be in [{1 / UNIT}, 1), because a block is dropped at no more than "
-                "nine of ten steps"
+                f"with sensitivity_at, keep must be in [{1 / UNIT}, 1), because a block is dropped in at most "
+                f"nine of ten steps, got {self.keep}"
             )
         return self
 
@@ -116,7 +116,8 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
             return ()
         if step.num_steps is None:
             raise PolicyError(
-                "sensitivity_at is a fraction of the training's steps: pass their number to attach(..., num_steps=...)"
+                "sensitivity_at is a fraction of the training's steps: pass the number of steps to attach(..., "
+                "num_steps=...)"
             )
         return (
             [(), *((name,) for name in step.state)] if step.index == int(self.sensitivity_at * step.num_steps) else ()

@@ -82,12 +82,12 @@ class BlockDropper(Policy):
 
 
 _SKIPS: rule.Conditions = {"skips": (True,)}  # the policy leaves blocks out of the forward, too
-_AGAIN = "other blocks are dropped at each step, and each choice would be compiled again"
+_AGAIN = "each step drops different blocks, so torch.compile would compile again"
 BLOCK_DROPPER = Kind(
     BlockDropper,
-    asked="Decides at the start of each step. Exact if nothing is dropped, else biased: no weight makes up "
-    "for what is missing in the gradient. Parameters of a dropped block have no gradient at that step. "
-    "[Drop residual blocks](../guide/blocks.md)\n",
+    asked="The policy decides at the start of each step. Exact if no block is dropped, else biased: no weights "
+    "replace the missing gradient, even where the mean output equals the dense output. Parameters of a dropped "
+    "block have no gradient at that step. [Drop residual blocks](../guide/blocks.md)\n",
     extensions=((400, "sparsebp_shelf.block.extension:BlockExtension"),),
     places="sparsebp_shelf.block.layout:find_places",
     suite="sparsebp_shelf.block.suite:check_block_dropper",
@@ -95,20 +95,20 @@ BLOCK_DROPPER = Kind(
     makes_trials=True,
     facts=lambda policy: {"skips": policy.skips_forward},
     limits=(
-        rule.at_linears("Nodes are known by the graph of every block."),
+        rule.at_linears("Nodes are identified in the graph of all blocks."),
         rule.whole_weights(),
         rule.not_beside(
             ("TokenSelector", "BatchPacker"),
-            "Positions are selected and packed through the attention of every layer, which may be left out.",
+            "The other policy selects or packs positions in the attention of every layer, but layers may be left out.",
             facts=_SKIPS,
         ),
         rule.not_with(
             "segments",
             rule.GIVEN,
-            "segments run the layers without gradients first, where no block is left out",
+            "segments first run the layers without gradients, with all blocks",
             facts=_SKIPS,
         ),
-        rule.needs_optimizer("one choice of blocks holds for all backward passes of a step"),
+        rule.needs_optimizer("the choice of blocks changes after each optimizer step"),
         rule.not_compiled(_AGAIN),
         rule.in_trainer_not_with("torch_compile", (True,), f"torch_compile: {_AGAIN}"),
     ),

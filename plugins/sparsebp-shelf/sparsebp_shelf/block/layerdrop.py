@@ -7,8 +7,8 @@ micro-batches, processes and recomputed layers agree. A layer is its attention a
 
 Cost: a layer that is left out needs no products in forward or backward and saves nothing. Each step trains a different,
 shallower model, so the gradient is not that of the evaluated model. Use it as a regulariser, before you prune layers,
-or as a control that saves the same FLOPs as `dropbp`. Do not use it on a fine-tune of few steps: the training loss
-differs much from the loss of the whole model.
+or as a control that saves the same FLOPs as `dropbp`. Do not use it for a short fine-tuning: the training loss differs
+much from the loss of the whole model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class LayerDrop(BlockDropper):
     """Leave each layer out of forward and backward with the same probability."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="As a regulariser, or as the control of fewer FLOPs anyhow. Not on a fine-tune of few steps: it "
-        "trains a shallower model.",
+        use="As a regulariser, or as a control that saves as many FLOPs. Not for short fine-tuning: it trains a "
+        "shallower model.",
         year=2020,
         saves=("time", "memory"),
         work="keep",
         memory="Nothing of a layer that is left out.",
-        claimed="Models that layers can be removed from after training; a regulariser, machine translation and "
+        claimed="After training, layers can be removed from the model; a regulariser; machine translation and "
         "language models.",
         code="fairseq, MIT.",
     )

@@ -91,7 +91,7 @@ def _check_choice(policy: BlockDropper) -> None:
         for index in range(12):
             chosen = policy.drop(blocks, _at(index, state))
             good = isinstance(chosen, Collection) and not isinstance(chosen, str) and set(chosen) <= names
-            require(good, f"{name_of(policy)}: drop must return names that it received, got {chosen!r}")
+            require(good, f"{name_of(policy)}: drop must return only names that it received, got {chosen!r}")
             require(len(set(chosen)) == len(chosen), f"{name_of(policy)}: names a block twice at step {index}")
 
 

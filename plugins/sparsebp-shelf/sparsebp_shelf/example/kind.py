@@ -116,7 +116,7 @@ def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:
     return {
         "weighs": policy.weighs,
         "fits_head": policy.fits_head,
-        "needs_num_steps": "start and end are shares of the training" if policy.needs_num_steps else "",
+        "needs_num_steps": "start and end are fractions of the training's steps" if policy.needs_num_steps else "",
     }
 
 
@@ -124,11 +124,11 @@ _WEIGHING: rule.Conditions = {"weighs": (True,)}  # returns weights of examples
 _COMPARING: rule.Conditions = {"compares": (True,)}  # compares with a reference
 EXAMPLE_SELECTOR = Kind(
     ExampleSelector,
-    asked="Decides before each forward of training, by the losses that it needs, whose cost is counted. "
-    "Exact if all examples are chosen. Without weights it is biased else, because the loss is a mean over the targets "
-    "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
-    "in the mean over draws, and the targets of the whole batch divide the loss. "
-    "[Train only some tokens or examples](../guide/tokens.md)\n",
+    asked="The policy decides before each training forward. If it needs losses to decide, the step's cost includes "
+    "them. Exact if it chooses all examples. Otherwise biased without weights, because the loss is a mean over "
+    "targets and examples have unequally many. Unbiased with weights if each example's mean weight over random "
+    "draws is 1 (0 if left out) and the loss is divided by the number of targets of the whole batch. [Train only "
+    "some tokens or examples](../guide/tokens.md)\n",
     extensions=((600, "sparsebp_shelf.example.fused:make_example_extension"),),
     suite="sparsebp_shelf.example.suite:check_example_selector",
     at_sites=True,
@@ -137,21 +137,24 @@ EXAMPLE_SELECTOR = Kind(
     weighs_examples=True,
     facts=_find_facts,
     limits=(
-        rule.not_with("format", ("regression",), "it reads losses that are a cross-entropy"),
-        rule.not_with("segments", rule.GIVEN, "it weighs the losses of examples outside of the model", facts=_WEIGHING),
+        rule.not_with("format", ("regression",), "it reads cross-entropy losses only"),
+        rule.not_with(
+            "segments", rule.GIVEN, "it weights the losses of examples outside of the model", facts=_WEIGHING
+        ),
         rule.not_beside(
             ("TokenSelector",),
-            "The losses that are weighted are those of all positions of an example.",
+            "The example selector weights the loss of all positions of an example.",
             facts=_WEIGHING,
             options={"fused_head": (False,)},
         ),
         rule.Rule(
-            "{policy} compares with a reference language model: needs {format:text} or completion, got {format:=}",
+            "{policy} compares with a reference language model, so it needs {format:text} or completion, got "
+            "{format:=}",
             policy=_COMPARING,
             options={"format": ("classification",)},
         ),
         rule.Rule(
-            "{other} and {policy} both compare with a reference: give one of them",
+            "{other} and {policy} both compare with a reference model: give one of them",
             policy=_COMPARING,
             other={"kind": ("TokenSelector",), "compares": (True,)},
         ),

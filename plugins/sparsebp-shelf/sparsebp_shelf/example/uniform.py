@@ -1,8 +1,8 @@
-"""Backpropagate examples drawn uniformly: the control of every example selector at the same budget.
+"""Backpropagate examples drawn uniformly: a control for every example selector at the same budget.
 
 It draws minibatches without replacement, like the baseline of Angela H. Jiang et al., "Accelerating Deep Learning by
-Focusing on the Biggest Losers" (2019), https://arxiv.org/abs/1910.00762. We differ: it follows the schedule of the
-policy that is compared with it.
+Focusing on the Biggest Losers" (2019), https://arxiv.org/abs/1910.00762. We differ: as a control, it follows the
+schedule of the policy that you compare.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Uniform(SampledExamples):
     """Backpropagate random examples, without any scoring."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="As the control of every policy that chooses examples. It equals a smaller batch.",
+        use="As a control for policies that choose examples. It is the same as a smaller batch.",
         year=2019,
         saves=("time", "memory"),
         work="keep",

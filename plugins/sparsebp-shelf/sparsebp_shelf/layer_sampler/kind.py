@@ -66,7 +66,7 @@ LAYER_SAMPLER = Kind(
     limits=(
         rule.Rule(
             "{policy} chooses examples at the output of each layer, which is not supported with {other}",
-            why="Each row of a gradient must belong to a known example, and each linear's input be there.",
+            why="The layer sampler needs the example of each gradient row, and the input of each linear layer.",
             policy=_OF,
             other={"kind": rule.AllBut(("GradientSelector", "ParameterSelector"))},
         ),
@@ -75,6 +75,6 @@ LAYER_SAMPLER = Kind(
             policy=_OF,
             options={"segments": rule.GIVEN},
         ),
-        rule.not_compiled("it chooses other examples at each layer and step", facts=_OF),
+        rule.not_compiled("it chooses different examples at each layer and step", facts=_OF),
     ),
 )

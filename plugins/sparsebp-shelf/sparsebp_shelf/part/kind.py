@@ -105,9 +105,9 @@ class WeightGradient(Observed):
 
 PART_SELECTOR = Kind(
     PartSelector,
-    asked="Decides once, before the first step. Never exact: what is outside of the parts is not trained. "
-    "The gradient of a part is the dense one of its entries. "
-    "[Train a part of each weight](../guide/frozen.md#train-a-part-of-each-weight)\n",
+    asked="The policy decides once, before the first step. Never exact, because it trains only parts of the weights. "
+    "The gradient of a part equals the dense gradient of its entries. [Train a part of each "
+    "weight](../guide/frozen.md#train-a-part-of-each-weight)\n",
     extensions=((1_100, "sparsebp_shelf.part.extension:PartExtension"),),
     places="sparsebp_shelf.part.extension:find_places",
     suite="sparsebp_shelf.part.suite:check_part_selector",
@@ -115,32 +115,37 @@ PART_SELECTOR = Kind(
     limits=(
         rule.not_beside(
             rule.AllBut(("PartSelector", "ExampleSelector")),
-            "It replaces the forwards of linears, and the weights in the optimizer; all other parameters are frozen.",
+            "A part selector replaces forwards of linear layers and weights in the optimizer, and freezes all "
+            "other parameters.",
             where="training",
         ),
-        rule.at_linears(does=" trains parts of the weights of linears:"),
-        rule.needs("update", "deferred", ("eager",), "parts are written into the weights after a whole step"),
-        rule.not_with("segments", rule.GIVEN, "segments support the parameters of layers, but not parts of weights"),
-        rule.one_process("DDP and FSDP know the parameters of the model, and parts are none of them."),
+        rule.at_linears(does=" trains parts of the weights of linear layers:"),
+        rule.needs(
+            "update", "deferred", ("eager",), "SparseBP writes the parts into the weights only after a whole step"
+        ),
+        rule.not_with("segments", rule.GIVEN, "segments support whole parameters, but not parts of weights"),
+        rule.one_process(
+            "DDP and FSDP synchronise parameters of the model, and parts are not parameters of the model."
+        ),
         rule.Rule(
-            "{policy} in a schedule of phases is not supported: the optimizer's state of a part does not fit the whole "
-            "weight",
+            "{policy} in a schedule of phases is not supported: another phase cannot use the optimizer's state "
+            "of a part",
             options={"phases": rule.SEVERAL},
         ),
         rule.not_with(
-            "optim", ("adagrad",), "this optimizer creates state for whole weights before the policy chooses parts"
+            "optim", ("adagrad",), "this optimizer creates state of whole weights before the policy chooses parts"
         ),
-        rule.not_with("float8", rule.GIVEN, "the product of a part would have another float8 scale"),
+        rule.not_with("float8", rule.GIVEN, "a part would need another float8 scale than the whole weight"),
         rule.not_with("quantization", rule.GIVEN, "quantised weights cannot be trained in part"),
         rule.not_in_trainer(
-            "{policy} trains parts of weights, which a Trainer cannot: it clips the gradients of the model's "
-            "parameters; run a recipe, or your own loop"
+            "{policy} trains parts of weights, which a Trainer does not support, because it clips gradients of "
+            "whole parameters; run a recipe, or your own loop"
         ),
-        rule.needs_optimizer("parts replace their weights in the optimizer"),
+        rule.needs_optimizer("SparseBP replaces weights by parts in the optimizer"),
         rule.Rule(
-            "{policy} under DDP is not supported: DDP knows the parameters of the model, but not parts of weights",
+            "{policy} under DDP is not supported: DDP synchronises parameters, but not parts of weights",
             options={"wrapped": ("DDP",)},
         ),
-        rule.not_compiled("compiled layers keep the old forwards of their linears"),
+        rule.not_compiled("compiled layers would run the old forwards of their linear layers"),
     ),
 )

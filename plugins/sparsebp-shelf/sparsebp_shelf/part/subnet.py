@@ -9,11 +9,11 @@ the weights under trained low-rank adapters (``of: frozen``): Mahdi Nikdan, Soro
 Alistarh, "RoSA: Accurate Parameter-Efficient Fine-Tuning via Robust Adaptation" (ICML 2024),
 https://arxiv.org/abs/2401.04679.
 
-We differ. The policy chooses single channels, not whole attention heads, and copies them; S2FT moves them next to each
+We differ. Our policy chooses single channels, not whole attention heads, and copies them; S2FT moves them next to each
 other. SMT trains the whole model for 100 steps to see gradients; we take gradients of ``batches`` batches at the
-initial weights. That costs one dense pass a batch and trains nothing. RoSA first trains the adapters alone and squares
-gradients by default; we take magnitudes at the initial weights, where the adapters add nothing. All other parameters
-are frozen, biases included; with ``of: frozen`` parameters that the user trains stay trained.
+initial weights, which costs one dense pass per batch. RoSA first trains the adapters alone and squares gradients by
+default; we take magnitudes at the initial weights, where the adapters add nothing. We freeze all other parameters, also
+biases. With ``of: frozen``, parameters that you train stay trained.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     """Train rows, columns, blocks or entries of weights, by gradient, by weight or at random."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="If optimizer state does not fit: instead of LoRA, without its layers. Not to save time: forward and "
-        "dgrad stay whole, for single entries wgrad, too.",
+        use="Instead of LoRA, if optimizer state does not fit into memory; adds no layers. Not to save time: forward "
+        "and dgrad stay dense; for single entries wgrad, too.",
         year=2024,
         saves=("memory",),
         work="(2 + keep) / 3",
-        memory="Optimizer state of the part; for columns and blocks the features of the input that they read, for rows "
-        "and entries the whole input.",
+        memory="Optimizer state of the part. For columns and blocks, only the input features that they read; for "
+        "rows and entries, the whole input.",
         claimed="S2FT: 1.9 and 1.3 points better than LoRA on commonsense and arithmetic reasoning. SMT: better than "
-        "LoRA and DoRA on LLaMA 7B and 13B. SIFT: near full fine-tuning with 5 % of the entries.",
+        "LoRA and DoRA on LLaMA 7B and 13B. SIFT: close to full fine-tuning with 5 % of the entries.",
         code="S2FT, SMT and SIFT: no licence found; SIFT's hook takes the gradient of another parameter.",
     )
 
@@ -94,15 +94,15 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     scope: Literal["weight", "model"] = Field(
         "weight",
         description=(
-            "How blocks or entries are ranked. weight: within each weight, so that each trains the same fraction. "
-            "model: over all chosen weights together."
+            "How blocks or entries are ranked. weight: within each weight, so that each weight trains the same "
+            "fraction. model: over all chosen weights together."
         ),
     )
     of: Literal["trained", "frozen"] = Field(
         "trained",
         description=(
-            "trained: train parts of the weights that would be trained whole, and freeze everything else. frozen: "
-            "also train parts of frozen weights, such as `*.base_layer` under adapters."
+            "trained: train parts of the trainable weights and freeze everything else. frozen: train parts of "
+            "frozen weights, such as `*.base_layer` under adapters; trainable parameters stay trained."
         ),
     )
     by: Literal["gradient", "weight", "random"] = Field(

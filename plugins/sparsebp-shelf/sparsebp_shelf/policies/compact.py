@@ -1,11 +1,11 @@
 """Keep a random projection of the features of each linear's input for the gradient of its weight.
 
 Yara Shamshoum, Nitzan Hodos, Yuval Sieradzki and Assaf Schuster, "CompAct: Compressed Activations for Memory-Efficient
-LLM Training" (NAACL 2025), https://arxiv.org/abs/2410.15352, after its abstract and formulas. With ``interval: 50`` and
-``training.optim: compact`` this is their method: the matrix P stays for 50 steps, Adam has moments of the small
-gradient ``dy^T x P``, and the weight moves by Adam's step times P^T. We differ: the optimizer gets the gradient
-projected back, as large as the weight, unless ``update: eager`` frees it at once. Without both options each forward
-draws its own matrix, and any optimizer keeps moments of the whole gradient.
+LLM Training" (NAACL 2025), https://arxiv.org/abs/2410.15352, after its abstract and formulas. ``interval: 50`` with
+``training.optim: compact`` is their method: the matrix P stays for 50 steps, Adam keeps moments of the small gradient
+``dy^T x P``, and the weight moves by Adam's step times P^T. We differ: the optimizer gets the gradient projected back
+to the size of the weight. ``update: eager`` frees it at once. Without both options, each forward draws a new matrix,
+and any optimizer keeps moments of the whole gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class CompAct(InputSaver):
     """Project the features of an input randomly onto fewer, and back in the backward; unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To compare with: the squared error of a gradient is 1 / keep times its own square, whatever the data. "
-        "That of wta-crs, which chooses rows, falls where rows differ.",
+        use="To compare with wta-crs: here the squared error of a gradient is 1 / keep times its squared norm, for "
+        "all data. The error of wta-crs, which keeps rows, is smaller if rows differ in norm.",
         year=2025,
         saves=("memory",),
         work="(2 + keep * (1 + D / N + D / O)) / 3",
-        memory="keep N D entries of an input; with interval and optim: compact, twice keep O D of moments.",
-        claimed="25 to 30 % less peak memory in pretraining, 50 % in fine-tuning, LLaMA and RoBERTa (abstract).",
+        memory="keep N D entries of an input. With interval and optim: compact, also 2 keep O D moments.",
+        claimed="25 to 30 % less peak memory in pretraining, 50 % less in fine-tuning; LLaMA and RoBERTa (abstract).",
         code="Not read.",
     )
 

@@ -3,9 +3,9 @@
 It draws rows for the weight gradient and output features for the input gradient. Menachem Adelman, Kfir Y. Levy, Ido
 Hakimi and Mark Silberstein, "Faster Neural Network Training with Approximate Tensor Operations" (NeurIPS 2021),
 https://arxiv.org/abs/1805.08079. We differ: they also approximate the forward. Their column-row sampling draws with
-replacement; ``draw: fixed`` draws the same number without replacement, with about half of the variance. Probabilities
-above 1 are distributed among the others. ``draw: bernoulli`` is theirs; a GPU waits for it, because it keeps a random
-number. Their ``top_k``, without weights, is biased and not supported.
+replacement; ``draw: fixed`` draws the same number without replacement, with about half of the variance. It cuts
+probabilities above 1 and raises the others. ``draw: bernoulli`` is theirs; it keeps a random number of rows, for which
+the CPU waits for the GPU. We do not support their biased ``top_k``, which has no weights.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class CRS(InformedSelector):
         work="(2 + keep) / 3",
         memory="As dense.",
         claimed="Up to 66 % fewer FLOPs and training up to 1.37 times as fast, with ResNets on ImageNet.",
-        measured="At 735 tokens a step the norms and the gathered rows cost what the products save: 1.02 dense steps "
-        "(log, 2026-11-23).",
-        code="acsl-technion/approx, BSD-3; draws with replacement, or each row on its own.",
+        measured="With 735 tokens per step, a step took 1.02 times as long as dense: norms and gathering of rows "
+        "cost what the products save (log, 2026-11-23).",
+        code="acsl-technion/approx, BSD-3; draws with replacement, or each row separately.",
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(

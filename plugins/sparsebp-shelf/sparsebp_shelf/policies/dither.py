@@ -3,7 +3,8 @@
 Simon Wiedemann, Temesgen Mehari, Kevin Kepp and Wojciech Samek, "Dithered Backprop: A Sparse and Quantized
 Backpropagation Algorithm for More Efficient Deep Neural Network Training" (CVPR 2020 workshop),
 https://arxiv.org/abs/2004.04729. The paper adds uniform noise of the step's width and rounds to the nearest multiple.
-We round up with a probability equal to the distance from the multiple below, in steps; the distribution is the same.
+We round up with a probability: the distance to the multiple below, divided by the step's width. The distribution is the
+same.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Dither(GradientSelector):
     """Round a gradient at random to multiples of its standard deviation times ``scale``."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To learn what the noise of so coarse a gradient does; how many entries become 0 is random, and nothing is "
-        "faster for them here.",
+        use="To learn how the noise of coarse gradients affects training. Zero entries make nothing faster in "
+        "SparseBP.",
         year=2020,
         work="1",
         memory="As dense.",
-        claimed="92 % zeros on average and at most 8 bits for the others at nearly the same accuracy, image "
+        claimed="On average 92 % zeros, and at most 8 bits for other entries, with nearly the same accuracy; image "
         "classification (abstract).",
         code="Not found.",
     )

@@ -2,12 +2,11 @@
 
 Qifu Wen, Xi Zeng, Zihan Zhou, Shuaijun Liu, Mehdi Hosseinzadeh, Ningxin Su and Reza Rawassizadeh, "GradES:
 Significantly Faster Training in Transformers with Gradient-Based Early Stopping" (2025),
-https://arxiv.org/abs/2509.01842, after the abstract and its first version, which measures the sum of the magnitudes of
-a matrix's gradient. The third version measures the change of the gradient between two steps. We differ: the gradient is
-the optimizer's, after clipping. Training continues to its last step with norms, embeddings and head; the paper stops
-once every matrix is frozen. The threshold may be a fraction of the matrix's own sum, since a sum depends on the size of
-a matrix. Most of the paper's saving comes from stopping early: compare with dense training for fewer steps, as a study
-does.
+https://arxiv.org/abs/2509.01842, after the abstract and the first version, which sums the magnitudes of a matrix's
+gradient. (The third version measures the change of the gradient between two steps.) We differ: we use the gradient
+after clipping. When all matrices are frozen, we still train norms, embeddings and head to the last step; the paper
+stops. Our threshold may be relative to the matrix's first sum, because a sum depends on the matrix's size. Most of the
+paper's saving comes from stopping early, so compare with dense training for fewer steps.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class GradES(Stateful[Parameter], ParameterSelector):
     """Train everything at first; freeze each weight matrix of the layers permanently when its gradient is small."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="For long trainings whose matrices settle at different times. Compare with dense for fewer steps, "
-        "which ends early as well.",
+        use="For long trainings in which matrices stop changing at different times. Compare with dense training for "
+        "fewer steps, which ends early as well.",
         year=2025,
         saves=("time", "memory"),
         work="(2 + trained) / 3",
-        memory="No input of a frozen weight; its optimizer state is freed.",
-        claimed="1.57 to 7.22 times as fast, mostly by ending early, with small language models.",
+        memory="No inputs of frozen weights. Their optimizer state is freed.",
+        claimed="1.57 to 7.22 times as fast, mostly because training ends early; small language models.",
         code="Not found.",
     )
 
@@ -114,7 +113,9 @@ class GradES(Stateful[Parameter], ParameterSelector):
 
         names = _matrices(places)
         if not names and not self.exact:
-            raise PolicyError("grades freezes weight matrices of transformer layers, but the model trains none")
+            raise PolicyError(
+                "grades freezes weight matrices of transformer layers, but the model trains no such matrix"
+            )
         start = {f"start/{name}": torch.zeros(()) for name in names}
         small, rank = torch.zeros(len(names), dtype=torch.bool), torch.zeros(len(names))
         return {**start, "small": small, "rank": rank, "begun": 0.0}
@@ -160,7 +161,7 @@ class GradES(Stateful[Parameter], ParameterSelector):
             return 0
         if step.num_steps is None:
             raise PolicyError(
-                "grace is a fraction of the training's steps: pass their number to attach(..., num_steps=...)"
+                "grace is a fraction of the training's steps: pass the number of steps to attach(..., num_steps=...)"
             )
         return int(self.grace * step.num_steps)
 

@@ -1,12 +1,12 @@
 """Draw the examples by the gradients at their logits, weighted so that the gradient stays that of the batch.
 
 Angelos Katharopoulos and François Fleuret, "Not All Samples Are Created Equal: Deep Learning with Importance Sampling"
-(ICML 2018), https://arxiv.org/abs/1803.00942. The paper draws a batch from a larger one, in proportion to an upper
-bound of each example's gradient, once the gain exceeds the cost of the forward over the larger one. Our ``keep`` is b /
-B of the paper. We differ: examples are drawn without replacement, with the probabilities of
-:func:`~sparsebp_cli.policy.sampling.water_fill` and the weights 1 / probability, which has less variance. While
-examples are drawn uniformly, a forward over the batch measures the gain every ``every`` steps; the paper takes it from
-the trained examples. A text's bound is the norm over all its targets.
+(ICML 2018), https://arxiv.org/abs/1803.00942. The paper draws a batch from a larger batch, in proportion to an upper
+bound of each example's gradient. It does so once the gain exceeds the cost of the forward over the larger batch. Our
+``keep`` is b / B of the paper. We differ: we draw examples without replacement, with the probabilities of
+:func:`~sparsebp_cli.policy.sampling.water_fill` and the weights 1 / probability, which has less variance. While we draw
+uniformly, a forward over the batch measures the gain every ``every`` steps; the paper measures it on the trained
+examples. The bound of a text is the norm over all its targets.
 
 Shape letters: B examples of a batch, K drawn.
 """
@@ -34,14 +34,14 @@ class Importance(Stateful[object], KeptExamples):
     """Draw examples in proportion to the gradient norm at their logits, or uniformly while that gains little."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where a few examples have most of the gradient. The forward over the whole batch costs a third of its "
-        "step, which is saved while they are uniform; compare with uniform in a batch of the same cost.",
+        use="If few examples have most of the gradient. The forward over the whole batch costs a third of a dense "
+        "step, except while examples are drawn uniformly. Compare with uniform at the same cost.",
         year=2018,
         saves=("time", "memory"),
         work="keep + 1 / 3",
         memory="keep of the examples.",
         claimed="Training loss up to an order of magnitude lower at equal time, image classification (abstract). The "
-        "authors of VCAS measured 22 % less time for it.",
+        "authors of VCAS measured 22 % less time.",
         code="idiap/importance-sampling, MIT, Keras; not read.",
     )
 
@@ -53,9 +53,9 @@ class Importance(Stateful[object], KeptExamples):
     threshold: Annotated[float, Field(ge=0.0)] | None = Field(
         None,
         description=(
-            "If the gain is above this, examples are drawn by gradient norm. The gain is how many times larger a "
-            "uniform batch of the same variance would be. 0: always. null: 1 + 1 / (3 keep), where the gain pays "
-            "for the extra forward."
+            "If the gain is above this, examples are drawn by gradient norm, else uniformly. The gain is how "
+            "many times larger a uniform batch of the same variance would be. 0: always by norm. null: 1 + 1 / "
+            "(3 keep), where the gain pays for the extra forward."
         ),
     )
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(

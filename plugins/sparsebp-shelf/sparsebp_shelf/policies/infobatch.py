@@ -2,19 +2,19 @@
 
 Ziheng Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning" (ICLR 2024),
 https://arxiv.org/abs/2303.04947. Our ``keep`` is 1 - r of the paper, our ``end`` its delta. We differ in four points.
-The number left out is fixed, and weights are n / k for n well-learnt examples of which k are kept; the paper's 1 / (1 -
-r) is biased if r * n is no whole number. An example that was never trained on is never left out; the paper gives it the
-loss 1, the official code 3, so it may count as well learnt unseen. ``end`` is a fraction of the steps, because the
-number of epochs is not known beforehand: an epoch leaves examples out only if it is over by then. A step's loss is a
-mean over targets, as in dense training, not over examples; both are equal if examples have equally many targets.
+Of n well-learnt examples we keep a fixed number k, with the weight n / k; the paper's weight 1 / (1 - r) is biased if r
+* n is not a whole number. We never leave out an example before it was trained on; the paper gives it the loss 1 and the
+official code 3, so it may count as well learnt. ``end`` is a fraction of the steps, because the number of epochs is not
+known beforehand: an epoch leaves examples out only if it ends before this step. A step's loss is a mean over targets,
+as in dense training; the paper's is a mean over examples.
 
-As in the paper, the sum of the weights does not divide the loss. In an epoch that visits K of N examples, a step's mean
-gradient is therefore N / K of a dense one, and the epoch's fewer steps add up to the dense sum. AdamW takes no longer
-steps for it; SGD does.
+As in the paper, the loss is not divided by the sum of the weights. So in an epoch that visits K of N examples, the mean
+gradient of a step is N / K times the dense gradient, and the sum over the epoch is the dense sum. SGD then takes longer
+steps; AdamW does not.
 
-Cost: only the loss of each example, which the training forward computes anyway. A step costs the same as a dense one;
-the policy saves steps, because an epoch ends sooner. Use it if you train several epochs. The first epoch leaves nothing
-out.
+Cost: none beside the loss of each example, which the training forward computes anyway. The policy saves steps, because
+an epoch ends sooner; a step costs as much as a dense step. Use it if you train several epochs. The first epoch leaves
+nothing out.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class InfoBatch(EpochSelector):
         saves=("steps",),
         work="1",
         memory="As dense.",
-        claimed="40 % less cost without loss on CIFAR and ImageNet, 20 to 25 % in LLaMA instruction tuning.",
-        measured="No difference from dense at as many steps; saved steps cost as much as in dense (log, 2026-11-23).",
-        code="NUS-HPC-AI-Lab/InfoBatch, MIT in its setup file; its weights are biased where r n is no whole number.",
+        claimed="Without loss of quality, 40 % less cost on CIFAR and ImageNet, and 20 to 25 % less in LLaMA "
+        "instruction tuning.",
+        measured="No difference from dense after equally many steps (log, 2026-11-23).",
+        code="NUS-HPC-AI-Lab/InfoBatch, MIT in its setup file; its weights are biased if r n is not a whole number.",
     )
 
     constants: ClassVar[tuple[str, ...]] = ("end",)
@@ -58,8 +59,8 @@ class InfoBatch(EpochSelector):
     among: Literal["below_mean", "all"] = Field(
         "below_mean",
         description=(
-            "Which examples may be left out. below_mean: those with a loss below the mean. all: all that were "
-            "trained on before; as many are left out, as a control."
+            "Which examples may be left out. below_mean: those with a loss below the mean. all: all examples "
+            "that were trained on before; equally many are left out, as a control."
         ),
     )
 

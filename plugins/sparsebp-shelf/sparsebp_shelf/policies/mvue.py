@@ -2,17 +2,17 @@
 
 Brian Chmiel, Itay Hubara, Ron Banner and Daniel Soudry, "Minimum Variance Unbiased N:M Sparsity for the Neural
 Gradients" (ICLR 2023), https://arxiv.org/abs/2203.10991. In each group the probabilities are in proportion to the
-magnitudes. Those above 1 are cut to 1 and the others raised. A kept entry is divided by its probability. As in the
-paper, groups lie along the sum of the product: rows for the weight gradient, features for the input gradient. We
-differ: they give closed forms for 1:2 and 2:4. Ours draws systematically for any N:M, with the same probability and so
-the same variance of each entry. The bias gets the whole gradient.
+magnitudes. Probabilities above 1 are cut to 1 and the others raised. A kept entry is divided by its probability. As in
+the paper, groups lie along the dimension that the product sums over: rows for the weight gradient, features for the
+input gradient. We differ: they give closed forms for 1:2 and 2:4; we use systematic sampling for any N:M, with the same
+probability and variance of each entry. The bias gets the whole gradient.
 
 The torch function that Yuezhou Hu and others published with "S-STE" (NeurIPS 2024), https://arxiv.org/abs/2409.09099,
-is biased if one entry outweighs the other three: (0.1, 0.2, 0.3, 4) has the mean (0.38, 0.77, 1.15, 2.30). This one
+is biased if one entry outweighs the other three: (0.1, 0.2, 0.3, 4) has the mean (0.38, 0.77, 1.15, 2.30). Our policy
 always keeps the 4.
 
-Cost: products are multiplied densely, and choosing costs a sort of every group. Sparse tensor cores would multiply 2:4
-at up to twice the rate. SparseBP has no such kernel, so this policy only shows how the variance affects a training.
+Cost: SparseBP multiplies densely, and the choice sorts every group. Sparse tensor cores would multiply 2:4 at up to
+twice the rate. SparseBP has no such kernel, so this policy only shows how the variance affects a training.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class MVUE(InformedSelector):
     """Draw N of every M neighbouring gradient entries by magnitude, unbiased and with the least variance."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To learn what N:M noise of the gradient does to a training, before a GPU with sparse tensor cores is "
-        "bought for it. It is slower than dense here.",
+        use="To learn how the noise of N:M gradients affects a training, before you buy a GPU with sparse tensor "
+        "cores. SparseBP computes it more slowly than dense.",
         year=2023,
         work="1",
         memory="As dense.",
-        claimed="1:2 and 2:4 gradients train as accurately as dense ones, with ResNets, BERT and a translation model.",
-        code="A README alone; a later torch form, in S-STE's repository, BSD-3, is biased where one entry dominates.",
+        claimed="1:2 and 2:4 gradients train as accurately as dense gradients; ResNets, BERT and a translation model.",
+        code="Only a README. A later PyTorch version in S-STE's repository, BSD-3, is biased if one entry dominates.",
     )
 
     kept: PositiveInt = Field(2, description="N of N:M sparsity: the number of entries that each group keeps.")

@@ -1,10 +1,10 @@
 """Train the examples of a batch whose loss is furthest above that of a reference model.
 
 Sören Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt" (ICML
-2022), https://arxiv.org/abs/2206.07137: RHO-LOSS. The reference is trained on held-out data. Its loss of an example is
-the irreducible loss, which training on other data would not remove. The difference is largest if a label is right and
-not learnt yet. Both losses are computed without dropout. We differ: the paper chooses among images; ours are texts,
-whose loss is the mean over their targets.
+2022), https://arxiv.org/abs/2206.07137: RHO-LOSS. The reference model is trained on held-out data. Its loss of an
+example estimates the irreducible loss, which more training would not remove. The difference of both losses is largest
+if a label is right and not learnt yet. Both losses are computed without dropout. We differ: the paper chooses among
+images; ours are texts, whose loss is the mean over their targets.
 
 Shape letters: B examples of a batch, K kept.
 """
@@ -27,14 +27,14 @@ class Rho(KeptExamples, ReferenceReader):
     """Train the examples whose loss most exceeds that of a reference model."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where part of the data is noise or known already, and a model trained on other data of the kind is at "
-        "hand, which may be smaller. Not in the work: its training, and its forward, once for each example of the "
-        "data or for each batch. Compare with uniform.",
+        use="If part of the data is noise or already learnt, and you have a model trained on other data of this "
+        "kind; it may be smaller. The work below leaves out the training and the forwards of that model. Compare "
+        "with uniform.",
         year=2022,
         saves=("time", "memory"),
         work="keep + 1 / 3",
-        memory="keep of the examples; with reference_scores: fly the reference.",
-        claimed="18 times fewer steps and 2 % more accuracy on images from the web, Clothing-1M (abstract).",
+        memory="keep of the examples. With reference_scores: fly, also the reference model.",
+        claimed="18 times fewer steps and 2 % more accuracy on web images, Clothing-1M (abstract).",
         code="OATML/RHO-Loss, Apache-2.0; not read.",
     )
 

@@ -1,18 +1,17 @@
 """Backpropagate the examples of large loss more often.
 
 Angela H. Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers" (2019),
-https://arxiv.org/abs/1910.00762. With ``history`` an example's chance follows the paper: the fraction of the last
-``history`` losses, its own batch included, that are below its own, to the power of 1 / keep - 1. We differ: each batch
-gives the same number of examples, drawn without replacement with these chances as weights. The paper draws each
-separately and collects them until they fill a batch. A fraction of 0 counts as half a place; in the paper's code the
-least chance is an option. Without ``history``, as in Composer, losses are ranked within the batch. For language models
-``scale_factor`` shortens the text of the scoring forward; Composer shrinks images.
+https://arxiv.org/abs/1910.00762. With ``history`` an example's probability follows the paper: take the last ``history``
+losses, with those of its own batch; the fraction of them below the example's loss, to the power of 1 / keep - 1. We
+differ: we draw the same number of examples from each batch, without replacement, with these probabilities as weights.
+The paper draws each example separately and collects examples until they fill a batch. We replace a fraction of 0 by
+half a rank; in the paper's code the smallest probability is an option. Without ``history``, as in Composer, losses are
+ranked within the batch. For language models ``scale_factor`` shortens the text of the scoring forward; Composer shrinks
+images.
 
-The paper's pool is not supported. It needs a random number of batches until it is full, but an example selector decides
-about the batch of a forward whose loss its caller differentiates. It can neither return no loss nor read further
-batches. A pool would need a data order that draws candidates by the current weights before each step. Checkpoints would
-have to store the waiting rows and the place in the data, and the step that a pool fills would have to count its scoring
-forwards. A probe would need its own pool. The mean chance is the same: 1 / (beta + 1), which is ``keep``.
+We do not support the paper's pool, which collects examples until a batch is full. The pool needs a random number of
+batches, but an example selector can only choose within the batch of one forward. The mean probability is the same as
+the paper's: 1 / (beta + 1), which is ``keep``.
 
 Shape letters: B examples of a batch, R losses of the window.
 """
@@ -39,20 +38,20 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
     """Backpropagate examples drawn by the rank of their loss: probability (rank / B) ** (1 / keep - 1)."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where losses of examples differ widely and are reliable. Labels that are wrong have the largest "
-        "losses. Compare with uniform.",
+        use="If losses of examples differ widely and labels are right: wrong labels have the largest losses. Compare "
+        "with uniform.",
         year=2019,
         saves=("time", "memory"),
         work="keep + scale_factor / 3",
         memory="keep of the examples.",
-        claimed="Target error up to 3.5 times as fast, convolutional networks on CIFAR-10.",
+        claimed="Reaches the target error up to 3.5 times as fast; convolutional networks on CIFAR-10.",
         code="angelajiang/SelectiveBackprop, Apache-2.0.",
     )
 
     scale_factor: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0,
         description=(
-            "Fraction of the token positions, from the first, that the forward for the losses reads, in (0, 1]."
+            "The forward that computes the losses reads this first fraction of the token positions, in (0, 1]."
         ),
     )
 

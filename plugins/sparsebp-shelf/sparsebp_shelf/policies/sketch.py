@@ -1,9 +1,9 @@
 """Keep a random projection of the rows of each linear's input for the gradient of its weight.
 
 Daniel Bershatsky, Aleksandr Mikhalev, Alexandr Katrutsa, Julia Gusak, Daniil Merkulov and Ivan Oseledets,
-"Memory-Efficient Backpropagation through Large Linear Layers" (2022), https://arxiv.org/abs/2201.13195. We differ: the
-matrix has entries +1 and -1. ``entries: gaussian`` selects their default, which has more variance. Their discrete
-Fourier and cosine matrices are not supported.
+"Memory-Efficient Backpropagation through Large Linear Layers" (2022), https://arxiv.org/abs/2201.13195. We differ: our
+matrix has entries +1 and -1. ``entries: gaussian`` selects their default, which has more variance. We do not support
+their discrete Fourier and cosine matrices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Sketch(InputSaver):
     """Project the rows of an input randomly onto fewer, and the gradient's rows in the same way; unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Only where keep N is far below D O / (D + O): otherwise it multiplies more than it saves.",
+        use="Only if keep N is far below D O / (D + O). Otherwise the projection multiplies more than it saves.",
         year=2022,
         saves=("memory",),
         work="(2 + keep * (1 + N / D + N / O)) / 3",
         memory="keep N D entries of an input.",
-        claimed="Half of the linears' memory at less than one point of accuracy, RoBERTa on GLUE.",
+        claimed="Half of the linear layers' memory, for less than one point of accuracy; RoBERTa on GLUE.",
         code="Not read.",
     )
 

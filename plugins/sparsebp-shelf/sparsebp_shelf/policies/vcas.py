@@ -1,15 +1,15 @@
-"""Keep few examples at each layer's output and few rows at each linear, by the variance that this adds.
+"""Keep few examples at each layer's output and few rows at each linear layer, within a limit on the added variance.
 
 Ziteng Wang, Jianfei Chen and Jun Zhu, "Efficient Backpropagation with Variance-Controlled Adaptive Sampling" (ICLR
-2024), https://arxiv.org/abs/2402.17227. Examples are drawn by the norm of their gradient at each layer's output, never
-more in a layer than in the one above. Rows of each weight gradient are drawn by the product of the norms of input and
-gradient. Each is divided by its probability. Trial passes measure the variance that both draws add, and the fractions
-follow it. We differ: the draw keeps exactly the number that the fractions give; the paper's number is random. The
-variance between batches is that of micro-batches in training order. Linears outside of the layers, such as the head,
-draw rows, too.
+2024), https://arxiv.org/abs/2402.17227. At each layer's output, the policy draws examples by the norm of their
+gradient, never more than in the layer above. Rows of each weight gradient are drawn by the product of the norms of
+input and gradient. What is kept is divided by its probability. Trial passes measure the variance that both draws add,
+and adapt the fractions. We differ: we keep exactly the number that the fractions give; the paper's number is random. We
+measure the variance between micro-batches in training order. Linear layers outside of the transformer layers, such as
+the head, also draw rows.
 
-Cost: a layer with the fraction r of the examples multiplies r of both products, and of the weight gradient r times its
-own fraction. Each round of control costs ``batches`` dense passes and ``batches`` squared sampled ones.
+Cost: with the fraction r of the examples, a layer computes r of both products, and of the weight gradient only r times
+the fraction of rows. Each round of trial passes costs ``batches`` dense passes and ``batches`` squared sampled passes.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
 
     constants: ClassVar[tuple[str, ...]] = ("tolerance", "row_tolerance")
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="If a batch has many examples with unequal gradients, as late in fine-tuning.",
+        use="If a batch has many examples with unequal gradients, such as late in fine-tuning.",
         year=2024,
         saves=("time",),
         memory="As dense.",
-        claimed="44 % fewer FLOPs and 19 % less time at even accuracy, BERT-large on MNLI.",
-        code="thu-ml/VCAS, Apache-2.0; draws each row on its own, so that the host waits for their number.",
+        claimed="44 % fewer FLOPs and 19 % less time at equal accuracy; BERT-large on MNLI.",
+        code="thu-ml/VCAS, Apache-2.0; draws each row separately, so the CPU waits for the number of rows.",
     )
 
     tolerance: Annotated[float, Field(ge=0.0)] = Field(

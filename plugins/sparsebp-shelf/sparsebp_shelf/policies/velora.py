@@ -2,10 +2,10 @@
 
 Roy Miles, Pradyumna Reddy, Ismail Elezi and Jiankang Deng, "VeLoRA: Memory Efficient Training using Rank-1 Sub-Token
 Projections" (NeurIPS 2024), https://arxiv.org/abs/2405.17991, after its abstract and formulas. An input's direction is
-the mean of its groups in the first batch, and stays fixed. We differ: no direction is known before the first step has
-ended, so further micro-batches of that step use their own means, as every input does with ``by: mean``. Groups have
-nearly the requested size, so that all groups of an input are equal. The paper projects only the inputs of values and of
-the MLP's last linear: select them with ``where``, as `recipes/methods/velora.yaml` does.
+the mean of its groups in the first batch, and stays fixed. We differ: in the first step, each micro-batch uses the mean
+of its own groups, as ``by: mean`` does at every step. We change the requested group size slightly, so that all groups
+of an input are equally large. The paper projects only the inputs of the value layers and of the MLP's last linear
+layer: select them with ``where``, as `recipes/methods/velora.yaml` does.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class VeLoRA(Stateful[Site], InputSaver):
     """Keep the projection of each group of neighbouring features on one direction; the gradient is biased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To study how much of an input one direction holds. In float32 gact with 2 bits keeps about as much "
-        "as groups of 16, and is unbiased.",
+        use="To study how much of an input lies along one direction. In float32, gact with 2 bits needs about as "
+        "much memory as velora with group: 16, and is unbiased.",
         year=2024,
         saves=("memory", "time"),
         work="(2 + 1 / group) / 3",
         memory="N D / group entries of an input.",
-        claimed="Less memory than QLoRA and GaLore at their quality, LLaMA and RoBERTa (abstract).",
+        claimed="Less memory than QLoRA and GaLore with equal quality; LLaMA and RoBERTa (abstract).",
         code="roymiles/VeLoRA; not read.",
     )
 

@@ -2,12 +2,12 @@
 
 Zirui Liu, Guanchu Wang, Shaochen Zhong, Zhaozhuo Xu, Daochen Zha, Ruixiang Tang, Zhimeng Jiang, Kaixiong Zhou, Vipin
 Chaudhary, Shuai Xu and Xia Hu, "Winner-Take-All Column Row Sampling for Memory Efficient Adaptation of Language Model"
-(NeurIPS 2023), https://arxiv.org/abs/2305.15265. We differ: rows are drawn by the norm of the input only. The paper
-also uses a table of gradient norms from each example's last visit; without it the variance is larger, but there is no
-bias. (Their code does not weight the draws of the first epoch, when the table is empty, and so is biased there.)
-``draw: fixed`` draws different rows in proportion to the norms; rows of probability 1 are the paper's winners. We keep
-at least one row instead of ten, and leave attention's own products dense. ``draw: published`` keeps the largest rows
-and draws the rest with replacement, as the paper says.
+(NeurIPS 2023), https://arxiv.org/abs/2305.15265. We differ: we draw rows by the norm of the input only. The paper also
+uses a table of gradient norms from each example's last visit. Without this table the variance is larger, but there is
+no bias. (In the first epoch, when the table is empty, their code does not weight the draws, and so is biased.) ``draw:
+fixed`` draws each row at most once, in proportion to the norms; rows of probability 1 are the paper's winners. We keep
+at least one row instead of ten, and leave the products inside attention dense. ``draw: published`` keeps the largest
+rows and draws from the others with replacement, as in the paper.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class WTACRS(InputSaver):
     """Keep the rows of largest norm, and draw some of the others with weights, so that the gradient is unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="If activations do not fit into memory, with many rows. Compare with a smaller batch.",
+        use="If activations do not fit into memory and inputs have many rows. Compare with a smaller batch.",
         year=2023,
         saves=("memory", "time"),
         work="(2 + keep) / 3",
-        memory="keep N rows of an input, with a number and a weight each.",
-        claimed="2.7 times less peak memory at half a percent of accuracy, T5 on GLUE at keep 0.3.",
-        measured="86 % of a step's saved bytes at keep 0.3, since norms, attention and activation functions keep "
-        "theirs (results, measurements).",
+        memory="keep N rows of an input, each with an index and a weight.",
+        claimed="2.7 times less peak memory for half a percent of accuracy; T5 on GLUE at keep 0.3.",
+        measured="At keep 0.3, saved activations fall only to 86 % of dense, because norms, attention and activation "
+        "functions save everything (results, measurements).",
         code="zirui-ray-liu/WTACRS, no licence; biased in its first epoch.",
     )
 

@@ -115,14 +115,15 @@ def _find_facts(policy: InputSaver) -> Mapping[str, object]:
 
 
 _BOTH = (
-    "{other} and {policy} both decide what the gradients of weights are computed from: give one of them, or each its "
-    "own linears by where or layers"
+    "{other} and {policy} both change the weight gradients of the same linear layers: give one of them, or "
+    "give each its own layers by where or layers"
 )
 INPUT_SAVER = Kind(
     InputSaver,
-    asked="Decides in the forward, once for all linears that read one input. The gradients of inputs and "
-    "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "
-    "[Keep less of each input](../guide/memory.md#keep-less-of-each-input)\n",
+    asked="The policy decides in the forward, once for all linear layers that read the same input. Gradients of "
+    "inputs and biases are dense. Weight gradients are exact if the input is saved unchanged, and unbiased if "
+    "the mean of the restored input over random draws is the input. [Keep less of each "
+    "input](../guide/memory.md#keep-less-of-each-input)\n",
     extensions=((200, "sparsebp_shelf.saver.extension:InputSaving"),),
     places="sparsebp_shelf.saver.extension:find_places",
     suite="sparsebp_shelf.saver.suite:check_input_saver",
@@ -135,10 +136,10 @@ INPUT_SAVER = Kind(
         rule.Rule(_BOTH, other={"kind": ("GradientSelector",), "placed": (False,)}),
         rule.not_beside(
             ("TokenSelector", "BatchPacker"),
-            "Selected positions and packed batches have rows of their own, and what is saved is drawn by row.",
+            "The other policy changes the rows of the batch, but the input saver draws random numbers by row.",
         ),
-        rule.at_linears(does=" saves inputs of linears:"),
-        rule.not_with("float8", rule.GIVEN, "float8 linears save their inputs in 8 bits themselves"),
+        rule.at_linears(does=" saves inputs of linear layers:"),
+        rule.not_with("float8", rule.GIVEN, "float8 linear layers save their inputs in 8 bits already"),
         rule.whole_weights(),
     ),
 )
