@@ -246,7 +246,7 @@ def _refuse_attached(model: nn.Module) -> None:
 def _refuse_lazy(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise UsageError(f"parameter {name!r} is lazy and has no shape yet: run the model once, then attach")
+            raise UsageError(f"parameter {name!r} is lazy and has no shape yet: run the model once before attach")
 
 
 def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[str, Any]) -> None:
@@ -268,8 +268,8 @@ def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: Mappin
     facts = {**chosen, **options, "loop": "own"}
     words = {
         "processes": SEVERAL,
-        "float8": f"float8 linears (at {float8!r})",
-        "quantization": f"quantised linears (at {quantized!r})",
+        "float8": f"float8 linear layers (at {float8!r})",
+        "quantization": f"quantised linear layers (at {quantized!r})",
     }
     refuse(Setup([PolicyFacts.of(policy) for policy in policies], facts, words=words))
 
@@ -296,7 +296,7 @@ def check_scoring(
         needs_length(policy, num_steps)
         facts, name = find_facts(policy), type(policy).__name__
         if facts.get("needs_num_steps") and num_steps is None:
-            raise UsageError(f"{name}: {facts['needs_num_steps']}: give attach(num_steps=...)")
+            raise UsageError(f"{name}: {facts['needs_num_steps']}: pass attach(num_steps=...)")
     readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     if readers and reference is None:
         raise UsageError(
@@ -307,4 +307,4 @@ def check_scoring(
         raise UsageError(f"reference must be a model or {BATCH!r}, got {reference!r}")
     runs = any(find_facts(policy).get("runs_reference") for policy in policies)
     if reference is not None and not readers and not (runs and not isinstance(reference, str)):
-        raise UsageError("reference is given, but no policy uses it")
+        raise UsageError("no policy uses a reference: leave out attach(reference=...)")

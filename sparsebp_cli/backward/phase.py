@@ -139,7 +139,7 @@ class PhasedEngine:
         """
         index = state.get("index")
         if type(index) is not int or index < 0:
-            raise UsageError(f"not a state of the engine: {dict(state)!r}")
+            raise UsageError(f"the loaded state is not a state of an engine: {dict(state)!r}")
         phase = self.phases[find_phase(self.phases, index)]
         if phase is not self._phase:
             self._replace(phase)

@@ -382,7 +382,9 @@ def test_the_run_is_told_how_it_clips_and_what_saves_nothing() -> None:
     _, engine = train(lambda: Recurrent(True), steps=2, eager=True, accumulation=2)
     told = engine.report().notes
     assert told[0].endswith("gradients are not clipped")
-    assert any("2 of 4 parameters wait for the end of the backward, such as cell.weight" in note for note in told)
+    assert any(
+        "2 of 4 parameters, such as cell.weight, are updated at the end of the backward" in note for note in told
+    )
     assert any("gradients of earlier micro-batches stay" in note for note in told)
 
 

@@ -109,7 +109,7 @@ def test_what_the_weights_would_not_reach_is_refused() -> None:
         with pytest.raises(UnsupportedError, match=r"loss_weight \(2, 3\) must have the shape of the labels"):
             model(**batch)
         engine.columns(loss_weight=weights(batch))
-        with pytest.raises(UsageError, match="this forward computed none: pass labels"):
+        with pytest.raises(UsageError, match="this forward computed no loss: pass labels"):
             model(input_ids=batch["input_ids"])
     linear = nn.Sequential(nn.Linear(2, 2))
     with sbp.attach(linear, []) as engine, pytest.raises(UnsupportedError, match="which Sequential does not compute"):

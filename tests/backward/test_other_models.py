@@ -242,7 +242,7 @@ def test_linears_that_compute_in_their_own_way_stay_dense_and_are_named(name: st
 
 
 def test_a_policy_that_is_asked_at_linears_needs_one() -> None:
-    with pytest.raises(UsageError, match="Convolved has no linear to attach to"):
+    with pytest.raises(UsageError, match="Convolved has no linear layer to attach to"):
         sbp.attach(Convolved(), [sbp.make_policy("topk", keep=0.5, along="rows")])
 
 

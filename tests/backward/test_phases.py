@@ -118,7 +118,7 @@ def test_a_training_resumes_in_its_phase_to_the_same_bits(policies: Any, stop: i
     for index in range(stop, STEPS):
         train(phased, again, optimizer, rates, index)
     assert_same(expected, again)
-    with pytest.raises(UsageError, match="not a state of the engine"):
+    with pytest.raises(UsageError, match="the loaded state is not a state of an engine"):
         phased.load_state_dict({})
 
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_a_schedule_is_refused_before_anything_starts(
 def test_one_phase_may_read_a_reference_and_one_that_none_reads_is_refused() -> None:
     model, optimizer, rates = make()
     reference = make()[0]
-    with pytest.raises(UsageError, match="reference is given, but no policy uses it"):
+    with pytest.raises(UsageError, match="no policy uses a reference: leave out attach(reference=...)"):
         sbp.attach_phases(
             model, phases(DENSE, ROWS, ends=[0.5]), optimizer=optimizer, num_steps=STEPS, reference=reference
         )

@@ -226,9 +226,9 @@ def test_a_state_of_another_policy_is_refused() -> None:
     _, _, engine = make(Momentum())
     state = engine.state_dict()
     state["policy_state"] = {"0/steps": 1}
-    with pytest.raises(UsageError, match="not a state of Momentum"):
+    with pytest.raises(UsageError, match="the loaded state is not of Momentum"):
         engine.load_state_dict(state)
-    with pytest.raises(UsageError, match="not a state of the engine"):
+    with pytest.raises(UsageError, match="the loaded state is not a state of an engine"):
         make("dense")[2].load_state_dict(engine.state_dict())
 
 

@@ -187,7 +187,7 @@ def test_what_needs_trained_or_whole_weights_is_refused_by_name(folder: Path) ->
         (
             sbp.make_policy("subnet", keep=0.1, of="frozen"),
             {},
-            r"Subnet with quantised linears \(at '.*q_proj.base_layer'\)",
+            r"Subnet with quantised linear layers \(at '.*q_proj.base_layer'\)",
         ),
     ):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])

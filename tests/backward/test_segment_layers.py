@@ -190,7 +190,7 @@ def test_weights_that_change_before_the_backward_are_refused_as_by_autograd() ->
         first, second = model(given()), model(2.0 * given())
         engine.backward(first)
         optimizer.step()
-        with pytest.raises(UsageError, match=r"a weight of shape \(4, 4\) .* 'layers.0' has changed since"):
+        with pytest.raises(UsageError, match=r"a weight of shape \(4, 4\) .* 'layers.0' changed after"):
             engine.backward(second)
 
 
@@ -207,9 +207,9 @@ def test_a_dict_that_a_layer_changes_and_returns_goes_on(segments: int) -> None:
 @pytest.mark.parametrize(
     ("make", "shared", "message"),
     [
-        (Filling, list, "'layers.0' changes a list among its arguments without returning it"),
-        (Boxed, Box, "'layers.0' changes a Box among its arguments without returning it"),
-        (Boxing, None, "'layers.0' returns a tensor inside of a Box, where its gradient would be lost"),
+        (Filling, list, "'layers.0' changes its argument, a list, without returning it"),
+        (Boxed, Box, "'layers.0' changes its argument, a Box, without returning it"),
+        (Boxing, None, "'layers.0' returns a tensor inside a Box, where segments cannot see its gradient"),
     ],
 )
 def test_what_a_layer_hides_in_lists_and_objects_is_refused_in_the_forward(
@@ -231,7 +231,7 @@ def test_a_gradient_that_is_given_inside_of_an_object_is_refused() -> None:
     model = Stack(lambda: Reading(4, 4), lambda: box)
     with (
         sbp.attach(model, [], segments=2),
-        pytest.raises(UnsupportedError, match=r"'layers.0' is given a tensor inside of a Box"),
+        pytest.raises(UnsupportedError, match=r"'layers.0' is given a tensor inside a Box"),
     ):
         model(given())
 
@@ -253,7 +253,7 @@ def test_a_segment_may_fill_a_list_and_hand_it_on_but_not_an_object() -> None:
     _, store = sbp.segmented_backward(layers, [given()], loss_of, num_segments=2)
     for name, parameter in layers.named_parameters():
         torch.testing.assert_close(store[parameter], parameter.grad, msg=name)
-    with pytest.raises(UnsupportedError, match="segment 0 returns a tensor inside of a Box"):
+    with pytest.raises(UnsupportedError, match="segment 0 returns a tensor inside a Box"):
         sbp.segmented_backward([Boxing(4, 4), Boxing(4, 4)], given(), lambda box: box.x.sum())
 
 

@@ -157,7 +157,7 @@ def test_what_was_saved_is_released_while_the_loss_lives() -> None:
         engine.backward(loss)
         with pytest.raises(TypeError, match="expected to be a Tensor but got result of type NoneType"):
             _ = sine._saved_self
-        with pytest.raises(UsageError, match="was walked before and what its backward needs is released"):
+        with pytest.raises(UsageError, match="has already run and released its graph"):
             engine.backward(loss)
         loss = Held.apply(model[0]).sum()
         assert Held.held() is not None

@@ -72,7 +72,7 @@ _DROPPED = (
     "checkpointing with use_reentrant=False"
 )
 _QUANTIZED = (
-    "{name} with quantised linears (at 'base_model.model.model.layers.0.self_attn.q_proj.base_layer') is not "
+    "{name} with quantised linear layers (at 'base_model.model.model.layers.0.self_attn.q_proj.base_layer') is not "
     "supported: quantised weights cannot be trained in part"
 )
 _PARTS = (

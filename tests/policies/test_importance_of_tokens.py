@@ -98,7 +98,7 @@ def test_weights_without_labels_and_of_another_shape_are_refused() -> None:
     with attach(model, [Weighted()]) as engine:
         labels = arguments.pop("labels")
         engine.columns(labels=labels)
-        with pytest.raises(UsageError, match="weighs the model's own loss of each token"):
+        with pytest.raises(UsageError, match="weights the model's own loss of each token"):
             model(**arguments)
         GIVEN[1] = GIVEN[1][:, :-1]
         with pytest.raises(UsageError, match="weight_BT of TokenChoice must have the shape"):

@@ -58,7 +58,11 @@ def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: 
             UsageError,
             "sites: got 'lines', .*did you mean linears",
         ),
-        ({"backward": {"exclude": ["lm_haed"]}}, UsageError, "matches no linear of the model; did you mean lm_head"),
+        (
+            {"backward": {"exclude": ["lm_haed"]}},
+            UsageError,
+            "matches no linear layer of the model; did you mean lm_head",
+        ),
         ({"backward": {"execution": "quick"}}, UsageError, "execution: got 'quick', allowed: 'fast', 'reference'"),
         ({"backward": {"segment": 3}}, UsageError, "unknown key 'segment'.*did you mean segments"),
         ({"backward": {"checkpointing": "full"}}, UnsupportedError, "model.gradient_checkpointing_enable"),

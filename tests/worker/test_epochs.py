@@ -320,7 +320,7 @@ def test_with_weights_of_one_the_loss_is_the_models_own_to_the_last_bit(model: n
 def test_a_loss_that_is_no_cross_entropy_of_its_logits_is_refused(model: nn.Module) -> None:
     inner = model.forward
     model.forward = lambda **kwargs: SimpleNamespace(loss=2 * inner(**kwargs).loss, logits=inner(**kwargs).logits)
-    with pytest.raises(UnsupportedError, match="examples cannot be weighed: the model's loss is"):
+    with pytest.raises(UnsupportedError, match="examples cannot be weighted, because the model's loss is not"):
         weighted_loss(model, _batch(), 200, CPU, [1.0] * 4)
     model.forward = lambda **kwargs: SimpleNamespace(loss=inner(**kwargs).loss)
     with pytest.raises(UnsupportedError, match="but the model returns none"):

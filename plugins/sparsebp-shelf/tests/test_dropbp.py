@@ -164,7 +164,7 @@ def test_parameters_are_measured_in_trial_passes_alone(monkeypatch: pytest.Monke
 def test_what_cannot_work_is_refused_by_name() -> None:
     model, optimizer, engine = make()
     train(model, optimizer, engine, last=AT)
-    with pytest.raises(UsageError, match=r"wants trial passes before step 2: call engine.run_trials\(forward\)"):
+    with pytest.raises(UsageError, match=r"needs trial passes before step 2: call engine.run_trials\(forward\)"):
         engine.backward(loss_of(model, AT)())
     engine.detach()
     with pytest.raises(PolicyError, match=r"attach\(\.\.\., num_steps=\.\.\.\)"):

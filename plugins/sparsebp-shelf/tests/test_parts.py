@@ -376,7 +376,7 @@ def _ddp(model: nn.Module) -> nn.Module:
         ({"optimizer": None}, "needs attach"),
         ({"sites": "nodes"}, "needs sites='linears'"),
         ({"update": "eager"}, "needs update='deferred'"),
-        ({"segments": 2}, "segments support the parameters of layers"),
+        ({"segments": 2}, "segments support whole parameters"),
         ({"wrap": _ddp}, "DDP"),
         ({"policies": [KINDS["blocks"], {"name": "topk", "keep": 0.5}]}, "in one training is not supported"),
     ],

@@ -40,8 +40,8 @@ from sparsebp_cli.policy import (
 
 _WHOLE = Budget(1.0, 1.0)
 _OUTSIDE = (
-    "a backward pass reached an attached model from outside: call engine.backward(loss) instead of loss.backward(), "
-    "or put forward and backward inside engine.disabled() for dense gradients"
+    "loss.backward() ran through an attached model: call engine.backward(loss) instead, or put forward and "
+    "backward inside engine.disabled() for dense gradients"
 )
 
 
@@ -213,7 +213,9 @@ class SiteDecisions:
             found = [policy for policy, scope in (*self._scopes, *others) if scope.contains(name, layer_of(name))]
             if len(found) > 1:
                 one, two = (type(policy).__name__ for policy in found[:2])
-                raise UsageError(f"{one} and {two} both act at {name!r}: give them different where or layers")
+                raise UsageError(
+                    f"{one} and {two} both act at {name!r}: set where or layers so that only one of them does"
+                )
 
     def sites_of(self, selector: GradientSelector, sites: Iterable[Site]) -> list[Site]:
         """Return the sites among ``sites`` at which a selector decides."""

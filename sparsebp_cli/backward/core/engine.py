@@ -142,9 +142,9 @@ class Engine:
             UnsupportedError: The loss is scaled, and ``update='eager'``.
         """
         if not self._attached:
-            raise UsageError("this engine is detached: attach the model again")
+            raise UsageError("this engine is detached: call attach again, and use the new engine")
         if self.decisions.step is not None:
-            raise UsageError("engine.backward was called inside engine.backward")
+            raise UsageError("engine.backward was called inside another engine.backward: call them one after the other")
         loss = settle(loss)
         if self.enabled:
             self._places.check()
@@ -527,7 +527,7 @@ class Engine:
         counts, cut = (state.get("index"), state.get("micro_batch")), state.get("cut")
         good = state.keys() == self.state_dict().keys() and all(type(count) is int and count >= 0 for count in counts)
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
-            raise UsageError(f"not a state of the engine: {dict(state)!r}")
+            raise UsageError(f"the loaded state is not a state of an engine: {dict(state)!r}")
         if self.decisions.has_selectors:
             self.decisions.residuals = dict(cut)
         # Completed trial passes belong to the replaced state.

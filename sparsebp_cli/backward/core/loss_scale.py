@@ -47,8 +47,8 @@ def _at(scale: Tensor | float, other: Tensor) -> Tensor | float:
 def refuse_scale() -> NoReturn:
     """Raise :class:`UnsupportedError`: an eager update frees gradients before a scaler could divide them."""
     raise UnsupportedError(
-        "update='eager' with a GradScaler is not supported: gradients would be applied before they are scaled back; "
-        "use bfloat16, or update='deferred'"
+        "update='eager' with a GradScaler is not supported: parameters would be updated before the gradients are "
+        "scaled back; use bfloat16, or update='deferred'"
     )
 
 
@@ -91,9 +91,9 @@ class ScaleFinder:
             return
         if number >= _LEAST_BY_HAND and math.frexp(number)[0] == 0.5:
             self.note = (
-                f"the script multiplied a loss by {number:g} before its backward: if it divides gradients by that "
-                f"before the step, pass engine.backward(loss * {number:g}, loss_scale={number:g}), so that policies "
-                "keep gradients in the right unit"
+                f"the script multiplied a loss by {number:g} before its backward: if it divides the gradients "
+                f"again before the step, pass engine.backward(loss * {number:g}, loss_scale={number:g}), so that "
+                "policies get the unscaled gradients"
             )
 
     def _is_scale(self, factor: Tensor) -> bool:

@@ -80,8 +80,8 @@ class LossWeights:
         if output is None or was_called or (labels is not None and not bool((labels != IGNORED).any())):
             return  # the forward failed, or there was no target to weigh
         raise UsageError(
-            "loss_weight weighs the model's own loss, but this forward computed none: pass labels to the forward, or "
-            "weigh your own loss in the script"
+            "loss_weight changes the model's own loss, but this forward computed no loss: pass labels to the "
+            "forward, or weight your own loss in the script"
         )
 
 
@@ -184,5 +184,5 @@ def _find_causal(model: nn.Module) -> Any:
                 return module
             break
     raise UnsupportedError(
-        f"loss_weight weighs transformers' ForCausalLMLoss, which {type(model).__name__} does not compute"
+        f"loss_weight supports only transformers' ForCausalLMLoss, which {type(model).__name__} does not compute"
     )

@@ -47,8 +47,8 @@ class Trials:
         """Raise :class:`UsageError` if trial passes are due before this step's backward."""
         if self.are_due(step):
             raise UsageError(
-                f"a policy wants trial passes before step {step.index}: call engine.run_trials(forward) before the "
-                "step's first forward"
+                f"a policy needs trial passes before step {step.index}: call engine.run_trials(forward) before "
+                "the first forward of the step"
             )
 
     def count_batches(self, step: Step) -> int:

@@ -102,18 +102,14 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
     if causal is None:
         needed = "a causal language model of transformers"
         if or_classifier:
-            needed = (
-                "a decoder of transformers that predicts tokens, or classifies by the last token as most of them do"
-            )
+            needed = "a transformers decoder that predicts tokens, or classifies by the last token"
         raise UnsupportedError(f"token selection needs {needed}, got {_name(model)}")
     config: Any = causal.config
     for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
         if getattr(config, option, False):
-            raise UnsupportedError(f"token selection needs a model with a decoder only; {_name(causal)} has {option}")
+            raise UnsupportedError(f"token selection needs a decoder-only model; {_name(causal)} has {option}")
     if config.get_text_config() is not config:  # images may be attended to by earlier positions
-        raise UnsupportedError(
-            f"token selection needs a model of text only; {_name(causal)} has {type(config).__name__}"
-        )
+        raise UnsupportedError(f"token selection needs a text-only model; {_name(causal)} has {type(config).__name__}")
     refuse_routers(causal, "token selection")
     layouts, numbers = find_layouts(), LayerNumbers(causal)
     layers = []
@@ -121,8 +117,8 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
         known = find_attention(module, layouts)
         if known is None:
             reason = explain(_name(module)) or (
-                "a plugin can describe its attention, as a tuple of BranchLayout under the entry-point group "
-                f"{GROUP} with the name {_name(module)}"
+                f"a plugin can describe its layout: a tuple of BranchLayout in the entry-point group {GROUP}, "
+                f"under the name {_name(module)}"
             )
             raise UnsupportedError(f"token selection does not know {_name(module)}: {reason}")
         core, attention, branch = known
@@ -155,8 +151,8 @@ def refuse_prompt(model: nn.Module, name: str, mode: str) -> None:
     for module in model.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
-                f"{name} in mode {mode} gives the prompt of {_name(module)} no gradient, since only trained positions "
-                "carry one: give carry: real, or mode: exact"
+                f"{name} in mode {mode} computes no gradient for the trained prompt of {_name(module)}, because "
+                "the prompt has no labels: set carry: real, or mode: exact"
             )
 
 

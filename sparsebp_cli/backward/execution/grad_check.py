@@ -49,7 +49,7 @@ def pair_up(outputs: object, grads: object) -> list[tuple[Tensor, Tensor | None]
             raise UsageError(f"an output must be a tensor, got {type(root).__name__}")
         if grad is None and root.numel() != 1:
             raise UsageError(
-                f"an output of shape {tuple(root.shape)} needs a gradient: only a loss of one number does not"
+                f"an output of shape {tuple(root.shape)} needs a gradient: only a loss of one number needs none"
             )
         if grad is not None:
             check_gradient(grad)
@@ -67,5 +67,5 @@ def _as_list(value: object, what: str) -> list[object]:
     if isinstance(value, Tensor):
         return [value]
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
-        raise UsageError(f"{what} must be a tensor or several, got {type(value).__name__}")
+        raise UsageError(f"{what} must be a tensor or a sequence of tensors, got {type(value).__name__}")
     return list(value)

@@ -166,7 +166,10 @@ class GradStore:
         for key, entry in self._entries.items():
             target = known.resolve(key)
             if isinstance(target, str):
-                raise UsageError(f"{target!r} is a name, and the store has no model: give it to apply, or to GradStore")
+                raise UsageError(
+                    f"{target!r} is a name, but the store has no model to find it in: pass the model to "
+                    "apply, or to GradStore"
+                )
             known.check_fit(target, entry.grad, target, on_device=False)
             targets.append((target, key))
         for target, key in targets:
@@ -269,8 +272,8 @@ class GradStore:
             UsageError: Always.
         """
         raise UsageError(
-            "a GradStore cannot be copied or pickled, since its keys are parameters: GradStore().merge(store) is "
-            "another with the same gradients"
+            "a GradStore cannot be copied or pickled, because its keys are parameters: GradStore().merge(store) "
+            "makes a store with the same gradients"
         )
 
     def _add(self, key: Key, grad: Tensor) -> None:

@@ -24,7 +24,7 @@ def check_logits(logits: Tensor | None, labels: Tensor) -> Tensor:
     if logits is None or logits.shape[:-1] != labels.shape:
         got = "none" if logits is None else f"logits of shape {list(logits.shape)}"
         raise UnsupportedError(
-            f"examples cannot be weighed: labels have shape {list(labels.shape)}, but the model returns {got}"
+            f"examples cannot be weighted: labels have shape {list(labels.shape)}, but the model returns {got}"
         )
     return logits
 
@@ -51,6 +51,6 @@ def compare_losses(given: float, own: float, dtype: torch.dtype) -> None:
     cross-entropy could not replace it."""
     if abs(given - own) > _TOLERANCE.get(dtype, _COARSE) * max(abs(given), 1e-3):
         raise UnsupportedError(
-            f"examples cannot be weighed: the model's loss is {given:.6g}, but the cross-entropy of its logits is "
-            f"{own:.6g}"
+            "examples cannot be weighted, because the model's loss is not the cross-entropy of its logits: the "
+            f"loss is {given:.6g}, the cross-entropy {own:.6g}"
         )

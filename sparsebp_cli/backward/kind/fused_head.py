@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ARGUMENT = "fused_lm_head"
 IGNORED = -100  # the label of no target
-LEFT = "a trl trainer leaves this head on its model: for your own loop, run `del model.forward`"
+LEFT = "a trl trainer leaves this head on the model: before your own loop, run `del model.forward`"
 
 P = TypeVar("P", bound=Policy)
 

@@ -65,7 +65,9 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
     patterns = list(exclude)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):
-            raise UsageError(f"exclude: {pattern!r} matches no linear of the model{did_you_mean(pattern, linears)}")
+            raise UsageError(
+                f"exclude: {pattern!r} matches no linear layer of the model{did_you_mean(pattern, linears)}"
+            )
     covered: list[tuple[str, nn.Module, WeightLayout]] = []
     not_covered, excluded = [], []
     for name, module in linears.items():
@@ -113,7 +115,7 @@ class LinearAdapter(SiteAdapter):
             check_free(name, module)
         if not self.names and not may_be_empty:
             left = f"; not covered: {', '.join(self.not_covered)}" if self.not_covered else ""
-            raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
+            raise UsageError(f"{type(model).__name__} has no linear layer to attach to{left}")
 
     def save_by(self, saving: SavesInputs) -> None:
         """Let an extension decide the saved form of inputs. Raise :class:`UsageError` if it matches no linear."""

@@ -49,7 +49,7 @@ def walk(root: Node, output_nr: int, grad: Tensor, graph: Graph, visitor: Visito
     """
     notes = cast("dict[object, object]", root.metadata)
     if notes.get(_WALKED):
-        raise UsageError("this loss was walked before and what its backward needs is released: run the forward again")
+        raise UsageError("the backward of this loss has already run and released its graph: run the forward again")
     notes[_WALKED] = True
     waiting = dict.fromkeys(graph.places, 0)  # edges into each node that have not been processed
     for node in graph.places:

@@ -45,8 +45,8 @@ _ROW_BY_ROW = frozenset(
 )
 _PRODUCTS = {"MmBackward0": 0, "AddmmBackward0": 1}  # index of the input whose rows are the rows of the product
 _MOST_NODES = 64
-TIME_FIRST = "it is in a module with batch_first=False, which has positions first"
-UNPROVED = "rows have one dimension, and their order by example is unknown"
+TIME_FIRST = "its module has batch_first=False, so positions come first"
+UNPROVED = "its input has only one dimension of rows"
 
 
 class BatchRows(NamedTuple):
@@ -92,12 +92,14 @@ def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRow
     if not shape or shape[0] in sizes or (len(shape) > 1 and not sizes):
         return None
     if len(shape) > 1:
-        return BatchRows(shape, f"its first dimension is {shape[0]}, and the model was given {_describe(sizes)}")
+        return BatchRows(shape, f"its first dimension is {shape[0]}, but the model got {_describe(sizes)}")
     found = _joined_from(x)
     if found is None:
         return BatchRows(shape, UNPROVED) if sizes else None
     unknown = (
-        "" if not sizes or found[0] in sizes else f"rows come from {found}, and the model was given {_describe(sizes)}"
+        ""
+        if not sizes or found[0] in sizes
+        else (f"its rows come from dimensions {found}, but the model got {_describe(sizes)}")
     )
     return BatchRows(found, unknown)
 

@@ -25,8 +25,8 @@ _HIDING = ("checkpoint", "compiledfunction", "segmentfunction")
 _LEAF = "torch::autograd::AccumulateGrad"
 
 UNSEEN = (
-    "no site of the attached model takes part in this loss, so no policy would act: run the forward of this model "
-    "after attach and outside of engine.disabled(), or put the backward inside it too"
+    "this loss does not depend on the attached layers, so no policy would act: run the forward after attach and "
+    "outside of engine.disabled(), or put the backward inside engine.disabled(), too"
 )
 
 

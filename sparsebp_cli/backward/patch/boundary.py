@@ -119,7 +119,6 @@ class _Fill(torch.autograd.Function):
 
 
 _SENTENCE = (
-    "the loss reads {what} at {number} that were not computed, so its gradient "
-    "would be wrong: leave them out of the loss (padding, and positions without a label), or give no labels to "
-    "the forward or engine.columns if the loss reads other positions than those with a label"
+    "the loss reads {what} at {number} that were not computed, so its gradient would be wrong: leave padding "
+    "and positions without a label out of the loss, or give no labels to the forward and engine.columns"
 )

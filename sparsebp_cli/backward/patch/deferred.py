@@ -70,6 +70,6 @@ def deferring(kind: type[Any]) -> type[Any]:
 
 def _refuse_gradient(_: Tensor) -> Tensor:
     raise UnsupportedError(
-        "the loss reads the logits of a forward that was given labels, which have no gradient here: leave the "
+        "your loss uses logits of a forward with labels, but these logits have no gradient here: leave the "
         "labels out of the forward"
     )

@@ -207,6 +207,6 @@ class ModulePlaces:
             now = modules.get(child)
             if now is not module and (now is None or all(inner is not module for inner in now.modules())):
                 raise UsageError(
-                    f"{name!r} was replaced after the model was attached: call engine.detach(), change the model, make "
-                    "its optimizer, and attach it again"
+                    f"{name!r} was replaced after the model was attached: call engine.detach(), change the model, "
+                    "make a new optimizer, and attach again"
                 )

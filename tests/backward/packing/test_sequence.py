@@ -132,13 +132,13 @@ def test_texts_in_a_row_are_kept_apart_where_the_plain_step_mixes_them() -> None
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"position_ids": None}, "give position_ids that restart there"),
+        ({"position_ids": None}, "pass position_ids that restart there"),
         ({"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long)}, "and no attention_mask"),
         (
             {"cu_seq_lens_k": torch.tensor([0, 5, sum(LENGTHS)])},
-            "cu_seq_lens_k and position_ids disagree on where sequences begin",
+            "cu_seq_lens_k and position_ids mark different beginnings of sequences",
         ),
-        ({"seq_idx": torch.zeros(1, sum(LENGTHS))}, "seq_idx and position_ids disagree on where sequences begin"),
+        ({"seq_idx": torch.zeros(1, sum(LENGTHS))}, "seq_idx and position_ids mark different beginnings of sequences"),
     ],
 )
 def test_a_batch_whose_bounds_are_not_those_of_its_position_numbers_runs_plainly(
@@ -161,7 +161,7 @@ def test_bounds_of_several_rows_at_once_are_refused_for_a_batch_of_several_rows(
     batch = {"input_ids": ids, "position_ids": positions, "labels": labels, "cu_seq_lens_q": torch.tensor([0, 6, 12])}
     with sbp.attach(model, "lossless") as engine:
         gradients(model, engine, batch)
-        assert "disagree on where sequences begin" in engine.notes["packing"]
+        assert "mark different beginnings of sequences" in engine.notes["packing"]
 
 
 def test_what_packing_does_not_know_is_still_refused() -> None:

@@ -253,7 +253,7 @@ def test_a_gradient_of_a_gradient_is_refused_and_has_a_way_out() -> None:
     model.set_attn_implementation("eager")  # sdpa has no second derivative on a CPU
     with attached(model) as engine:
         loss = model(input_ids=ids, labels=ids).loss
-        with pytest.raises(UnsupportedError, match=r"gradient of a gradient .* inside engine\.disabled\(\)"):
+        with pytest.raises(UnsupportedError, match=r"gradients of gradients .* inside engine\.disabled\(\)"):
             torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         with engine.disabled():
             loss = model(input_ids=ids, labels=ids).loss

@@ -180,5 +180,5 @@ def test_weights_of_examples_that_do_not_fit_are_refused() -> None:
         with pytest.raises(UsageError, match=r"one row for each of 6 examples, got \(4,\)"):
             model(**inputs(batch))
         engine.columns(example_weight=WEIGHTS)
-        with pytest.raises(UsageError, match="example_weight is for a loss of your own"):
+        with pytest.raises(UsageError, match="example_weight needs your own loss"):
             model(**batch)

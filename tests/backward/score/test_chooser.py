@@ -162,8 +162,8 @@ def test_examples_first_then_their_tokens() -> None:
     [
         ([SelectedTokens(**EXCESS)], {}, r"SelectedTokens needs a reference model: pass attach\(reference=MODEL\)"),
         ([SelectedTokens(**EXCESS)], {"reference": "austen"}, "reference must be a model or 'batch', got 'austen'"),
-        ([SelectedTokens(score="loss", keep=0.5)], {"reference": "batch"}, "but no policy uses it"),
-        ([TopK(keep=0.5)], {"reference": "batch"}, "but no policy uses it"),
+        ([SelectedTokens(score="loss", keep=0.5)], {"reference": "batch"}, "no policy uses a reference"),
+        ([TopK(keep=0.5)], {"reference": "batch"}, "no policy uses a reference"),
     ],
 )
 def test_what_is_missing_is_told_before_the_model_is_changed(policies, options, text) -> None:

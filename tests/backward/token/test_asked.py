@@ -81,7 +81,9 @@ def test_a_wrapper_that_kept_the_forward_goes_past_and_is_refused() -> None:
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PromptEncoderConfig])
 def test_a_prompt_that_no_gradient_would_reach_is_refused_and_else_trained(kind: type[PeftConfig]) -> None:
     model = get_peft_model(decoder("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(UnsupportedError, match=r"gives the prompt of PeftModelForCausalLM no gradient.*carry: real"):
+    with pytest.raises(
+        UnsupportedError, match=r"computes no gradient for the trained prompt of PeftModelForCausalLM.*carry: real"
+    ):
         sbp.attach(model, [CHOOSING[1]])
     for policy in (CHOOSING[0], sbp.make_policy("tokens", **TOKENS, mode="detach", carry="real")):
         found = []

@@ -121,7 +121,10 @@ def test_a_loss_of_the_users_own_gets_the_logits_of_all_positions(mode: TokenMod
 
 def test_labels_that_are_missing_are_asked_for() -> None:
     model, batch = decoder("llama"), make_batch("scattered")
-    with sbp.attach(model, [Marked()]), pytest.raises(UsageError, match="called in training without any: pass labels"):
+    with (
+        sbp.attach(model, [Marked()]),
+        pytest.raises(UsageError, match="this training forward got no labels: pass labels"),
+    ):
         model(input_ids=batch.inputs["input_ids"])
 
 

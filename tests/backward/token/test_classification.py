@@ -182,5 +182,5 @@ def test_what_cannot_be_chosen_in_a_classification_is_refused_by_name() -> None:
 )
 def test_an_encoder_and_a_classifier_with_code_of_its_own_are_refused_by_name(model: Any) -> None:
     policy = sbp.make_policy("tokens", score="mask", mode="detach", carry="random", carry_keep=0.5)
-    with pytest.raises(UnsupportedError, match=r"needs a decoder of transformers.*ForSequenceClassification"):
+    with pytest.raises(UnsupportedError, match=r"needs a transformers decoder.*ForSequenceClassification"):
         sbp.attach(model(), [policy])

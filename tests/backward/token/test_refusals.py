@@ -82,7 +82,7 @@ def pictured() -> PaliGemmaForConditionalGeneration:
 @pytest.mark.parametrize(
     ("model", "complaint"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 4)), "a decoder of transformers .*, got Sequential"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "a transformers decoder .*, got Sequential"),
         (
             lambda: BertForMaskedLM(
                 BertConfig(
@@ -91,7 +91,7 @@ def pictured() -> PaliGemmaForConditionalGeneration:
             ),
             "does not know BertLayer",
         ),
-        (pictured, "a model of text only; PaliGemmaForConditionalGeneration has PaliGemmaConfig"),
+        (pictured, "a text-only model; PaliGemmaForConditionalGeneration has PaliGemmaConfig"),
         (lambda: tiny_decoder("gemma3_text", use_bidirectional_attention=True), "has use_bidirectional_attention"),
         (lambda: tiny_decoder("gpt2", add_cross_attention=True), "has add_cross_attention"),
         (lambda: tiny_decoder("llama", attn_implementation="flex_attention"), "attention eager or sdpa, got 'flex_att"),

@@ -131,18 +131,21 @@ class EagerUpdate(PassRunner):
             differentiate()
             return
         if self._interrupted:
-            raise UsageError(f"{self._interrupted}: load a checkpoint, or call optimizer.step() to continue from there")
+            raise UsageError(
+                f"{self._interrupted}: load a checkpoint, or call optimizer.step() to continue with these parameters"
+            )
         if self._has_updated:
             raise UsageError(
-                "update='eager' has updated the parameters in this step already: call optimizer.step() after each "
-                "engine.backward(loss), or engine.backward(loss, is_last=False) for all but its last micro-batch"
+                "update='eager' has already updated the parameters in this step: call optimizer.step() after "
+                "each engine.backward(loss), or pass is_last=False for every micro-batch but the last"
             )
         self._hook_parameters()
         self._completeness.read_graph(loss)
         is_exact, keeps = self.clipping.by == "exact", bool(self._held())
         if keeps:
             self._engine.notes["eager accumulation"] = (
-                "update: eager: saves no memory here: gradients of earlier micro-batches stay until the last one's pass"
+                "update: eager saves no memory here: gradients of earlier micro-batches stay until the backward "
+                "of the last micro-batch"
             )
         # Accumulated gradients exist until the end anyway, so their total norm needs no extra pass.
         measures_first = is_exact and not keeps
@@ -179,8 +182,8 @@ class EagerUpdate(PassRunner):
             self._engine.notes["eager wait"] = f"update: eager: parameters are updated after the backward: {why}"
         elif waited and self._engine.now().index > 0:
             self._engine.notes["eager wait"] = (
-                f"update: eager: {len(waited)} of {len(self._hooks)} parameters wait for the end of the backward, such "
-                f"as {waited[0]}: until then, they could have received more gradient"
+                f"update: eager: {len(waited)} of {len(self._hooks)} parameters, such as {waited[0]}, are updated "
+                "at the end of the backward: they could receive more gradient until then"
             )
 
     def _update(self, parameter: Tensor, norm: Tensor) -> None:
@@ -233,8 +236,8 @@ class EagerUpdate(PassRunner):
             return
         if parameter in state.done:
             raise UsageError(
-                f"{self._name(parameter)} got another gradient after its update: the loss uses it in a way that "
-                "the engine could not see; use update='deferred'"
+                f"{self._name(parameter)} got another gradient after its update, because the engine did not see "
+                "all of its uses in the loss; use update='deferred'"
             )
         if parameter in state.waiting:
             return
@@ -255,8 +258,8 @@ class EagerUpdate(PassRunner):
         for parameter in module.parameters(recurse=False):
             if parameter in state.done:
                 raise UsageError(
-                    f"{self._name(parameter)} is needed again after its update: the backward recomputes a part that "
-                    "uses it without a gradient, as checkpointing does; use update='deferred'"
+                    f"{self._name(parameter)} is needed again after its update, because the backward recomputes a "
+                    "forward, as in checkpointing; use update='deferred'"
                 )
 
     def _finish(self, state: EagerPassState, parameter: Tensor) -> None:
@@ -307,8 +310,7 @@ def refuse_scaling(backward: Callable[..., object] | None) -> None:
     owner = getattr(backward, "__self__", None)
     if isinstance(owner, GradStore):
         raise UnsupportedError(
-            "update='eager' does not work with a GradStore, which takes all gradients and leaves none for the update; "
-            "use update='deferred'"
+            "update='eager' does not work with a GradStore, because both need all gradients; use update='deferred'"
         )
     if getattr(owner, "scaler", None) is not None:  # accelerate's: before the first pass that only measures
         refuse_scale()

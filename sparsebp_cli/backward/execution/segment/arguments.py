@@ -31,8 +31,8 @@ class ArgumentSnapshot:
         for container in changed:
             if id(container) not in returned:
                 raise UnsupportedError(
-                    f"segments: {where} changes a {type(container).__name__} among its arguments without returning it, "
-                    "and the backward would change it again: return the additions instead"
+                    f"segments: {where} changes its argument, a {type(container).__name__}, without returning it; "
+                    "the backward would change it again: return the changes instead"
                 )
 
 
@@ -48,8 +48,8 @@ def refuse_hidden(leaves: Iterable[object], where: str, *, given: bool) -> None:
             if value.requires_grad or (not given and (value.is_floating_point() or value.is_complex())):
                 what = "is given" if given else "returns"
                 raise UnsupportedError(
-                    f"segments: {where} {what} a tensor inside of a {type(leaf).__name__}, where its gradient would be "
-                    f"lost; {_ALLOWED}"
+                    f"segments: {where} {what} a tensor inside a {type(leaf).__name__}, where segments cannot see "
+                    f"its gradient; {_ALLOWED}"
                 )
 
 

@@ -107,7 +107,7 @@ class RecordedForward:
         if changed is not None:
             raise UnsupportedError(
                 f"segments: the segment that begins with {self.names[0]!r} changes an input of shape "
-                f"{tuple(changed.shape)} in place: begin it with another layer"
+                f"{tuple(changed.shape)} in place: let it begin with another layer"
             )
         leaves, spec = tree_flatten(output)
         self._made = {}
@@ -126,8 +126,9 @@ class RecordedForward:
         changed = self._weights.find_changed()
         if changed is not None:
             raise UsageError(
-                f"segments: a weight of shape {tuple(changed.shape)} in the segment that begins with {self.names[0]!r} "
-                "has changed since its forward began: the layers would return another result the second time"
+                f"segments: a weight of shape {tuple(changed.shape)} in the segment that begins with "
+                f"{self.names[0]!r} changed after its forward began, so running the layers again would give "
+                "another result: update weights after the backward"
             )
         assert self._context is not None
         outputs: list[list[object]] = []
@@ -207,5 +208,5 @@ def _without_cache(leaf: object, name: str) -> object:
     if loaded is None or not isinstance(leaf, loaded.Cache):
         return leaf
     if leaf.get_seq_length() > 0:
-        raise UnsupportedError(f"segments: {name!r} got a key/value cache with earlier positions; give an empty one")
+        raise UnsupportedError(f"segments: {name!r} got a key/value cache with earlier positions: pass an empty cache")
     return None

@@ -37,8 +37,8 @@ def find_layers(model: nn.Module) -> LayerSequence:
         names = tuple(f"{name}.{child}" if name else child for child in inside)
         return LayerSequence(owner, names, tuple(inside.values()))
     raise UnsupportedError(
-        f"segments: {type(model).__name__} has no list of layers (nn.ModuleList or nn.Sequential); "
-        "cut it by hand and call segmented_backward"
+        f"segments: {type(model).__name__} has no list of layers (nn.ModuleList or nn.Sequential): split the "
+        "model yourself, and call segmented_backward"
     )
 
 

@@ -212,8 +212,8 @@ class PackedForward(ForwardOverride, Passes):
         weight_B = None if given.get(ARGUMENT) else self.extension.dead.weight_B
         if weight_B is not None and "labels" in given:
             raise UsageError(
-                "example_weight is for a loss of your own, but this forward computes the model's: leave out its "
-                "labels, or weigh the model's loss by engine.columns(loss_weight=...)"
+                "example_weight needs your own loss, but this forward computes the model's loss: leave out the "
+                "labels, or use engine.columns(loss_weight=...)"
             )
         first = next(given[name] for name in BATCH if name in given)
         return find_weightless(self._model, (int(first.shape[0]), int(first.shape[1])), weight_B)

@@ -247,6 +247,6 @@ def shift_labels(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
     shift = vars(sys.modules[type(model).__module__]).get("shift_tokens_right")
     if shift is None:
         name = type(model).__name__
-        raise UnsupportedError(f"{name} has no function that shifts labels for its decoder: pass decoder_input_ids")
+        raise UnsupportedError(f"{name} cannot compute decoder inputs from labels: pass decoder_input_ids")
     ids: Tensor = shift(labels_BT, config.pad_token_id, config.decoder_start_token_id)
     return ids

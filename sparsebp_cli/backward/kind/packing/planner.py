@@ -78,7 +78,8 @@ if TYPE_CHECKING:
 
 
 _NOTHING_SEEN = (
-    "no training batch went through the forward of {}: calls of its parts, or of another forward, run plainly"
+    "no training batch went through the forward of {}: lossless skips nothing in calls of its parts, or of "
+    "another forward"
 )
 _EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 
@@ -238,8 +239,8 @@ class PackingPlanner(PackedModel):
         causal = self.is_causal is not False
         if not causal and self._reads_first and not real[:, 0].all():
             self.engine.notes["first position"] = (
-                "a module above the layers reads the first position, which is padding in examples padded on the left: "
-                "their batches run the plain step; pad on the right"
+                "a module above the layers reads the first position, which is padding if examples are padded on "
+                "the left: lossless skips nothing in these batches; pad on the right"
             )
             return None
         read = real if read_BT is None else read_BT

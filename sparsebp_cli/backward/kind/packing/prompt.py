@@ -42,8 +42,8 @@ class SoftPrompt(ForwardOverride):
                 kind = str(getattr(config.peft_type, "value", config.peft_type))
                 if kind in {"PREFIX_TUNING", "CARTRIDGE"}:
                     raise UnsupportedError(
-                        f"{type(module).__name__} gives each layer keys and values of a trained prefix ({kind}), which "
-                        "packed rows do not have: train a prompt of embeddings (PromptTuningConfig, "
+                        f"{type(module).__name__} trains a prefix of keys and values in each layer ({kind}), "
+                        "which lossless does not support: train a prompt of embeddings (PromptTuningConfig, "
                         "PromptEncoderConfig) or LoRA instead, or train without lossless"
                     )
                 return cls(module)

@@ -40,8 +40,8 @@ class PackedReference:
             return None
         if {id(module) for module in reference.modules()} & {id(module) for module in trained.model.modules()}:
             raise UsageError(
-                "reference must be another model, but it is the trained one or shares modules with it: leave it out; "
-                "forwards of the trained model without a gradient are packed anyway"
+                "reference must not be the trained model or share modules with it: leave reference out; lossless "
+                "packs forwards of the trained model without gradients anyway"
             )
         try:
             extension: PackingPlanner = make(trained.policy, reference, Given())

@@ -36,12 +36,13 @@ _Value = TypeVar("_Value")
 Reads = Literal["labels", "loss"]
 NOTE = "packing without a gradient"  # the note's name in the report
 READS_MORE = (
-    "the script reads more than the loss of a forward without gradient, so it ran plainly: leave the labels out of the "
-    "forward, or declare by engine.scoring(...) that only positions with a label are read"
+    "the script reads more than the loss of a forward without gradients, so lossless skipped nothing in it: "
+    "leave the labels out of the forward, or declare by engine.scoring(...) that you read only positions with a "
+    "label"
 )
 CHANGED = (
-    "lossless computes outputs other than the loss when they are read, but the model's weights have changed since the "
-    "forward: read them before the update"
+    "lossless computes outputs other than the loss only when you read them, but the weights have changed since "
+    "the forward: read outputs before the update"
 )
 
 

@@ -49,16 +49,22 @@ def refuse_bounds(inputs: Mapping[str, Any], begins_BT: Bools | None, size: tupl
         return ""
     name = next(iter(given))
     if not causal:
-        return f"{name} puts several sequences into a row of a model that looks ahead: give each a row of its own"
+        return (
+            f"{name} puts several sequences into a row, but attention of this model also reads later positions: "
+            "put each sequence into a separate row"
+        )
     if begins_BT is None:
         return (
-            f"{name} says where sequences begin, and attention does not read it: give position_ids that restart there, "
-            "and no attention_mask"
+            f"{name} marks where sequences begin, but attention does not read it: pass position_ids that restart "
+            "there, and no attention_mask"
         )
     for name, value in given.items():
         told_BT = _told_by(name, value, size)
         if told_BT is None or not np.array_equal(told_BT[:, 1:], begins_BT[:, 1:]):
-            return f"{name} and position_ids disagree on where sequences begin: attention goes by position_ids"
+            return (
+                f"{name} and position_ids mark different beginnings of sequences: make them agree; attention reads "
+                "position_ids"
+            )
     return ""
 
 

@@ -32,8 +32,8 @@ MIN_SAVED = 2**24  # bytes
 # Peak bytes for each logit of the plain loss: the logits, their logarithms, and two gradients; mostly in float32.
 WHOLE_BYTES, WHOLE_BYTES_SCORED = 16, 8
 UPDATED = (
-    "the logits of this forward were not kept, and the model's weights have changed since: read output.logits before "
-    'the update, or give lossless logits: whole (make_policy("lossless", logits="whole"))'
+    "the logits of this forward were not kept, and the weights have changed since: read output.logits before the "
+    'update, or set logits: whole for lossless (make_policy("lossless", logits="whole"))'
 )
 
 

@@ -27,8 +27,8 @@ from sparsebp_cli.errors import UnsupportedError
 DTYPES = (torch.float32, torch.bfloat16)  # not float16, where gradients of the unscaled loss would underflow
 
 TWICE = (
-    "lossless does not support a gradient of a gradient (create_graph=True), since a head in tiles computes its "
-    "gradient in the forward; run the forward of such a loss inside engine.disabled()"
+    "lossless does not support gradients of gradients (create_graph=True), because its head computes the "
+    "gradient in the forward: run this forward inside engine.disabled()"
 )
 
 

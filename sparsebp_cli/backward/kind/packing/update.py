@@ -260,7 +260,8 @@ class UpdatePlan:
         leaves = self.held[segment].leaves
         if leaves is None:
             raise UsageError(
-                "a micro-batch ran again after the backward of the rows that it shares with other micro-batches"
+                "a micro-batch ran again after the backward of its shared prefix: run each micro-batch only once "
+                "per update"
             )
         return leaves
 
@@ -325,8 +326,8 @@ class UpdatePlan:
             waiting = sum(not batch.is_done for batch in self.batches)
             self.drop()
             raise UsageError(
-                f"the optimizer steps before the backward of {waiting} of the {len(self.batches)} micro-batches passed "
-                "to engine.expect: gradients of rows that they share are incomplete"
+                f"optimizer.step() was called before the backward of {waiting} of the {len(self.batches)} "
+                "micro-batches passed to engine.expect, so gradients of their shared prefixes are incomplete"
             )
 
 

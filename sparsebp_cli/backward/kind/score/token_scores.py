@@ -95,8 +95,8 @@ class TokenChooser:
             if name not in arguments:
                 known = sorted(arguments)
                 raise UsageError(
-                    f"{type(self._policy).__name__} reads the column {name!r}, and the batch has none; it has "
-                    f"{', '.join(known)}{did_you_mean(name, known)}"
+                    f"{type(self._policy).__name__} reads the column {name!r}, which the batch does not have; it "
+                    f"has {', '.join(known)}{did_you_mean(name, known)}"
                 )
             shape, wanted = tuple(_tensor(arguments, name).shape), tuple(like_BT.shape)
             if shape != wanted:
@@ -116,7 +116,7 @@ def _forget(_: Chosen) -> None:
 def score_reference(scorer: Scorer, arguments: Mapping[str, object], next_BT: Tensor) -> Tensor:
     """Return a reference model's loss of each target of a batch, (B, T), 0 elsewhere."""
     if arguments.get("input_ids") is None:
-        raise UsageError("a reference model reads input_ids: the batch has none")
+        raise UsageError("a reference model needs input_ids, but the batch has none")
     names = ("input_ids", "attention_mask", "position_ids")
     known = {name: arguments[name] for name in names if arguments.get(name) is not None}
     return scorer.score(known, next_BT, scorer.model, {"loss"})["loss"]

@@ -25,8 +25,8 @@ def check_selector(policy: TokenSelector, decoder: Decoder) -> None:
     """Raise :class:`UnsupportedError` for a selector that may not train every target."""
     if policy.needs or policy.budget != 1.0:
         raise UnsupportedError(
-            f"{type(policy).__name__} chooses among labels of tokens, but {type(decoder.model).__name__} has one label "
-            "per example: set score: mask without keep, and choose with carry which positions carry gradient"
+            f"{type(policy).__name__} chooses among labels of tokens, but {type(decoder.model).__name__} has one "
+            "label per example: set score: mask without keep, and choose positions with carry"
         )
 
 

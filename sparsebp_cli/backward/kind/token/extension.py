@@ -73,8 +73,8 @@ class PacksRows(Protocol):
 
 
 _NO_LABELS = (
-    "{} chooses positions by the labels, and the model was called in training without any: pass labels, or give them "
-    "by engine.columns(labels=...) where your own loss takes them out of the batch, or use engine.disabled()"
+    "{} chooses positions by the labels, but this training forward got no labels: pass labels to the model; "
+    "or, if you compute the loss yourself, to engine.columns(labels=...); or use engine.disabled()"
 )
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _UNKNOWN = (*CACHE_NAMES, *_OUTPUTS, "logits_to_keep", "shift_labels")
@@ -242,7 +242,7 @@ class DecoderOverride(ForwardOverride):
         assert num_items is None or isinstance(num_items, Tensor | int | float)
         if choice.weight_BT is not None and not given:
             raise UsageError(
-                f"{type(policy).__name__} weighs the model's own loss of each token: pass labels to the forward"
+                f"{type(policy).__name__} weights the model's own loss of each token: pass labels to the forward"
             )
         if isinstance(self.covered, PacksRows):
             self.extension.remember(None, labels.shape[1])
@@ -420,7 +420,7 @@ def _refuse_unknown(own: Mapping[str, object]) -> None:
     for name in _UNKNOWN:
         value = own.get(name)
         if isinstance(value, Tensor) or value:
-            raise UnsupportedError(f"token selection does not support {name} in training")
+            raise UnsupportedError(f"token selection does not support {name} in training: leave it out of the batch")
 
 
 def _losses_of_all(logits: Tensor, labels_BT: Tensor, marks: PositionMask) -> Tensor:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 NEEDED = (
-    "tokens need mode: exact there, and a choice among all labels of the batch by chance, loss or entropy, without a "
-    "column of the data"
+    "with this head, token selection supports only mode: exact, within: batch and random, loss or entropy "
+    "scores, without a data column"
 )
 _DIFFERENTIABLE = ("log_probs", "entropy")  # outputs of trl's head with a gradient, a number for each label
 
@@ -123,8 +123,8 @@ class FusedForward(ForwardOverride):
             return self.run_covered(self._model, *args, **kwargs)
         if not kwargs.get(ARGUMENT):
             raise UnsupportedError(
-                f"{type(self._extension.policy).__name__} chooses tokens under trl's fused head, and the model was "
-                f"called in training without it: use engine.disabled() for that forward; {LEFT}"
+                f"{type(self._extension.policy).__name__} chooses tokens under trl's fused head, but this "
+                f"training forward ran without the head: put it under engine.disabled(); {LEFT}"
             )
         return self._run(args, kwargs)
 

@@ -54,8 +54,9 @@ def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, ob
         expected = loss_function_of(model)(output.logits, labels, output.logits.shape[-1])
     if not torch.isclose(output.loss.float(), expected.float(), rtol=0.02):
         raise UnsupportedError(
-            f"token selection computes ForCausalLMLoss, and the forward of {type(model).__name__} computes "
-            f"another loss ({float(output.loss):.4g} for logits of which ForCausalLMLoss is {float(expected):.4g})"
+            f"token selection supports only ForCausalLMLoss, but the forward of {type(model).__name__} computes "
+            f"another loss ({float(output.loss):.4g} for logits of which ForCausalLMLoss is "
+            f"{float(expected):.4g})"
         )
 
 
