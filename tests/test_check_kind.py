@@ -178,13 +178,13 @@ def _draws_globally(depth: Any, patch: pytest.MonkeyPatch) -> Policy:
 @pytest.mark.parametrize(
     ("breaks", "promise"),
     [
-        (_leaves_a_hook, "detach leaves something behind: modules"),
-        (_does_nothing, "says it is not exact, but trains as dense does"),
-        (_ignores_disabled, "a disabled engine computes another loss"),
+        (_leaves_a_hook, "after detach, these remain changed: modules"),
+        (_does_nothing, "declares not exact, but trains the same as dense"),
+        (_ignores_disabled, "a disabled engine computes a different loss"),
         (_overclaims, "FLOPs of a backward, but"),
         (_claims_another_draw, "FLOPs of a backward, but"),
-        (_counts_its_calls, "training ends with other weights"),
-        (_is_not_exact, "says it is exact, and is off by"),
+        (_counts_its_calls, "training ends with different weights"),
+        (_is_not_exact, "declares exact, but differs from dense by"),
         (_draws_globally, "uses a global random generator"),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",
@@ -221,7 +221,7 @@ def test_a_kind_of_our_own_keeps_every_promise() -> None:
 
 
 def test_a_policy_of_another_kind_is_refused() -> None:
-    with pytest.raises(AssertionError, match="is of another kind than ParameterSelector"):
+    with pytest.raises(AssertionError, match="is not of the kind ParameterSelector"):
         check_kind(_kind("ParameterSelector"), ["dense"])
 
 

@@ -175,5 +175,5 @@ def find_text_metric(name: str) -> TextMetric:
         if declared.better not in ("lower", "higher"):
             raise UsageError(f"{broken}: {figure}: better must be lower or higher, got {declared.better!r}")
     if not metric.figures:
-        raise UsageError(f"{broken}: it declares no number")
+        raise UsageError(f"{broken}: it declares no figure")
     return metric

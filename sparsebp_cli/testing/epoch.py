@@ -63,7 +63,7 @@ def _check_draws(policy: EpochSelector) -> None:
     if share is None:
         return  # not a random policy
     numbers = range(1, 2 + enough(share) // len(list(_cases())))
-    text = f"{name_of(policy)}: is random but draws the same for every"
+    text = f"{name_of(policy)}: is random, but draws the same for every"
     other_seeds = differing(lambda epoch, step, number: (epoch, replace(step, seed=step.seed + number)), numbers)
     require(any(other_seeds), f"{text} seed")
     later = differing(
@@ -80,11 +80,17 @@ def _check_exact(policy: EpochSelector) -> None:
     for epoch, step in _cases():
         visits = _choose(policy, epoch, step)
         dense = visits is None or (len(visits.index_K) == len(epoch.loss_N) and bool((visits.weight_K == 1.0).all()))
-        require(dense or not policy.exact, f"{name_of(policy)}: says it is exact, but chooses in epoch {epoch.number}")
+        require(
+            dense or not policy.exact,
+            f"{name_of(policy)}: declares exact, but leaves out examples in epoch {epoch.number}",
+        )
 
 
 def _check_unbiased(policy: EpochSelector) -> None:
-    require(policy.unbiased or not policy.exact, f"{name_of(policy)}: says it is exact, but not that it is unbiased")
+    require(
+        policy.unbiased or not policy.exact,
+        f"{name_of(policy)}: declares exact, but not unbiased: an exact policy is also unbiased",
+    )
     if not policy.unbiased:
         return
     for epoch, step in _cases():
@@ -95,7 +101,7 @@ def _check_unbiased(policy: EpochSelector) -> None:
         allowed_N = _NUM_SIGMAS * weight_DN.std(0) / math.sqrt(_NUM_DRAWS) + 1e-6
         worst = int((error_N - allowed_N).argmax())
         text = (
-            f"{name_of(policy)}: says it is unbiased, but the mean weight of an example is {weight_DN.mean(0)[worst]:g}"
+            f"{name_of(policy)}: declares unbiased, but the mean weight of an example is {weight_DN.mean(0)[worst]:g}"
         )
         require(bool((error_N <= allowed_N).all()), text)
 
@@ -108,7 +114,7 @@ def _check_control(policy: EpochSelector) -> None:
     assert isinstance(control, EpochSelector)
     for epoch, step in _cases():
         mine, other = (int((_weights(one, epoch, step) > 0.0).sum()) for one in (policy, control))
-        require(mine == other, f"{name_of(policy)}: visits {mine} examples of an epoch, its control {other}")
+        require(mine == other, f"{name_of(policy)}: visits {mine} examples of an epoch, but its control visits {other}")
 
 
 def _choose(policy: EpochSelector, epoch: Epoch, step: Step) -> Visits | None:

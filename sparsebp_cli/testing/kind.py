@@ -66,7 +66,7 @@ def check_kind(
     trial = _Trial(make_model or Network, loss or _loss_of_network, given)
     dense = trial.train(None)
     for policy in make_policies(policies):
-        require(find_kind(policy) is kind, f"{name_of(policy)}: is of another kind than {kind.name}, or of none")
+        require(find_kind(policy) is kind, f"{name_of(policy)}: is not of the kind {kind.name}")
         check_policy(policy)
         _check_refusals(kind, policy)
         if kind.by_worker:
@@ -149,7 +149,7 @@ def _check_record(kind: Kind) -> None:
     )
     require(issubclass(kind.policy, Policy), f"{kind.name}: does not derive from Policy")
     require(bool(kind.suite), f"{kind.name}: has no suite")
-    text = f"{kind.name}: no code applies its policies: give extensions, by_worker or at_sites"
+    text = f"{kind.name}: no code applies its policies: set extensions, by_worker or at_sites"
     require(bool(kind.extensions) or kind.by_worker or kind.at_sites, text)
     names = [name for _, name in kind.extensions]
     for name in (*names, kind.suite, kind.places, kind.adapter):
@@ -197,16 +197,16 @@ def _pick(wanted: object) -> object:
 def _check_training(policy: Policy, trial: _Trial, dense: list[Tensor]) -> None:
     name = name_of(policy)
     first = trial.train(policy)
-    require(equal(first, trial.train(through_json(policy))), f"{name}: a second training ends with other weights")
-    require(equal(first, trial.train(policy, resumes=True)), f"{name}: a resumed training ends with other weights")
+    require(equal(first, trial.train(through_json(policy))), f"{name}: a second training ends with different weights")
+    require(equal(first, trial.train(policy, resumes=True)), f"{name}: a resumed training ends with different weights")
     apart = _measure_distance(first, dense, trial)
     if policy.exact:
-        require(apart <= EXACT, f"{name}: says it is exact, and is off by {apart:.1e} of what dense changes")
+        require(apart <= EXACT, f"{name}: declares exact, but differs from dense by {apart:.1e} of what dense changes")
     elif apart <= EXACT:
         # Each step may be dense by chance. Try so many steps that a policy with one sparse step in OFTEN shows one.
         num_seeds = ceil(enough(1 / OFTEN) / NUM_STEPS)
         others = (_measure_distance(trial.train(policy, seed=seed), dense, trial) for seed in range(1, num_seeds))
-        text = f"{name}: says it is not exact, but trains as dense does in {num_seeds * NUM_STEPS} steps"
+        text = f"{name}: declares not exact, but trains the same as dense in {num_seeds * NUM_STEPS} steps"
         require(any(other > EXACT for other in others), f"{text}: no code applies its decisions")
 
 
@@ -247,13 +247,13 @@ def _check_detached(policy: Policy, trial: _Trial) -> None:
     require(list(model.state_dict()) == keys, f"{name_of(policy)}: changes the keys of the model's state_dict")
     with engine.disabled():
         same = torch.equal(trial.loss(model, 0).detach(), plain)
-    require(same, f"{name_of(policy)}: a disabled engine computes another loss than the plain model")
+    require(same, f"{name_of(policy)}: a disabled engine computes a different loss than the model alone")
     trial.step(model, optimizer, engine, 0)
     trial.loss(model, 1)  # a forward without a backward
     engine.detach()
     after = _describe(model, optimizer)
     left = [what for what, found in before.items() if after[what] != found]
-    require(not left, f"{name_of(policy)}: detach leaves something behind: {', '.join(left)}")
+    require(not left, f"{name_of(policy)}: after detach, these remain changed: {', '.join(left)}")
 
 
 def _check_pair(kind: Kind, policy: Policy, trial: _Trial) -> None:
@@ -264,7 +264,7 @@ def _check_pair(kind: Kind, policy: Policy, trial: _Trial) -> None:
     try:
         trial.attach(model, optimizer, policy, through_json(policy)).detach()
     except UnsupportedError as error:
-        require(name in str(error), f"{name}: two of its kind are refused without a name: {error}")
+        require(name in str(error), f"{name}: the error for two policies of its kind names neither: {error}")
     else:
         raise AssertionError(f"{name}: attach must refuse two policies of this kind in one model, but accepts them")
 

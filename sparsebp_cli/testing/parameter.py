@@ -72,15 +72,18 @@ def _check_repeatable(policy: ParameterSelector) -> None:
 
 def _check_changes(policy: ParameterSelector) -> None:
     sets = {_choose(policy, index) for index in range(NUM_STEPS)}
-    text = f"{name_of(policy)}: says that it never changes, but chose {len(sets)} sets in {NUM_STEPS} steps"
+    text = f"{name_of(policy)}: declares that its choice never changes, but chose {len(sets)} sets in {NUM_STEPS} steps"
     require(policy.changes or len(sets) == 1, text)
 
 
 def _check_exact(policy: ParameterSelector) -> None:
     names = frozenset(parameter.name for parameter in _parameters())
     whole = all(_choose(policy, index) == names for index in range(NUM_STEPS))
-    require(not policy.exact or whole, f"{name_of(policy)}: says it is exact, but leaves parameters out")
-    require(policy.exact or not policy.unbiased, f"{name_of(policy)}: says it is unbiased, but not exact")
+    require(not policy.exact or whole, f"{name_of(policy)}: declares exact, but does not train all parameters")
+    require(
+        policy.exact or not policy.unbiased,
+        f"{name_of(policy)}: declares unbiased, but not exact: freezing parameters is biased",
+    )
 
 
 def _check_rates(policy: ParameterSelector) -> None:
@@ -88,12 +91,12 @@ def _check_rates(policy: ParameterSelector) -> None:
     for index in range(NUM_STEPS):
         held = policy.rate_step(_parameters(), _at(policy, index))
         text = (
-            f"{name_of(policy)}: rate_step must be this step, {index}, or the one before it that was held, got {held}"
+            f"{name_of(policy)}: rate_step must be this step, {index}, or the step that it returned before, got {held}"
         )
         require(held in (index, earlier), text)
         earlier = held
         same = policy.sets_rates or held == index
-        require(same, f"{name_of(policy)}: sets learning rates, but says that it does not")
+        require(same, f"{name_of(policy)}: sets learning rates, but declares sets_rates = False")
 
 
 def _check_gradients(policy: ParameterSelector) -> None:

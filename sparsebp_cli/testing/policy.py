@@ -76,10 +76,12 @@ def _check_control(policy: Policy) -> None:
         raise AssertionError(f"{name}: its control cannot be made: {error}") from None
     kind = find_kind(policy)
     same = type(policy) if kind is None else kind.policy
-    require(isinstance(control, same), f"{name}: its control makes another decision: it is not a {same.__name__}")
-    require(control.control is None, f"{name}: its control has a control itself: name a policy that draws at random")
+    require(isinstance(control, same), f"{name}: its control is of another kind: it must be a {same.__name__}")
+    require(control.control is None, f"{name}: its control has a control: name a policy that draws at random")
     budgets = (getattr(policy, "budget", None), getattr(control, "budget", None))
-    require(budgets[0] == budgets[1], f"{name}: its budget is {budgets[0]}, its control's {budgets[1]}")
+    require(
+        budgets[0] == budgets[1], f"{name}: its budget is {budgets[0]}, but the budget of its control is {budgets[1]}"
+    )
 
 
 def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Policy:
@@ -92,7 +94,7 @@ def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Po
     except ValidationError:
         pass
     else:
-        raise AssertionError(f"{name}: takes unknown options: keep extra='forbid'")
+        raise AssertionError(f"{name}: accepts unknown options: set extra='forbid'")
     for option, field in policy_class.model_fields.items():
         require(bool(field.description), f"{name}: option {option!r} has no description")
     json.dumps(policy_class.model_json_schema())

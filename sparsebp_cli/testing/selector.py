@@ -141,7 +141,9 @@ def _check_index(name: str, index_K: Tensor, num_choices: int) -> None:
     require(index_K.dtype == torch.int64 and index_K.dim() == 1, f"{name}: index_K must be one dimension of int64")
     inside = index_K.numel() == 0 or (int(index_K.min()) >= 0 and int(index_K.max()) < num_choices)
     require(inside, f"{name}: index_K must be in [0, {num_choices}), got {index_K.tolist()}")
-    require(len(set(index_K.tolist())) == index_K.numel(), f"{name}: index_K names something twice: {index_K.tolist()}")
+    require(
+        len(set(index_K.tolist())) == index_K.numel(), f"{name}: index_K contains a number twice: {index_K.tolist()}"
+    )
 
 
 def _check_budget(policy: GradientSelector) -> None:
@@ -153,7 +155,7 @@ def _check_budget(policy: GradientSelector) -> None:
             site, step = _site(grad_NO, layer), Step(index, num_steps=_NUM_STEPS)
             budget = Budget.of(policy.budget_at(site, step))
             good = 0.0 < budget.dgrad <= whole.dgrad + 1e-9 and 0.0 < budget.wgrad <= whole.wgrad + 1e-9
-            require(good, f"{name_of(policy)}: budget_at layer {layer} is {budget}, beyond its budget {whole}")
+            require(good, f"{name_of(policy)}: budget_at in layer {layer} is {budget}, more than its budget {whole}")
             if budget.is_mean and (index or 0 < layer < _NUM_LAYERS - 1):
                 continue  # the first and the last layer at one step are enough for many draws
             draws = range(_NUM_MEANS if budget.is_mean else 1)
@@ -200,7 +202,7 @@ def _budget_unit(selection: Selection | None, grad_NO: Tensor) -> tuple[int, int
 
 def _check_exact(policy: GradientSelector) -> None:
     dense = not policy.exact or _trains_densely(policy)
-    require(dense, f"{name_of(policy)}: says it is exact, but trains differently from dense")
+    require(dense, f"{name_of(policy)}: declares exact, but trains differently from dense")
 
 
 def _check_unbiased(policy: GradientSelector) -> None:
@@ -213,7 +215,9 @@ def _check_unbiased(policy: GradientSelector) -> None:
             error = (value.mean(0) - truth).abs()
             bound = _NUM_SIGMAS * value.std(0) / math.sqrt(_NUM_DRAWS) + 1e-6 * truth.abs()
             worst = float((error - bound).max())
-            require(worst <= 0, f"{name_of(policy)}: says it is unbiased, but the mean over draws is not the gradient")
+            require(
+                worst <= 0, f"{name_of(policy)}: declares unbiased, but the mean over draws is not the dense gradient"
+            )
 
 
 def _check_kernels(policy: GradientSelector) -> None:
@@ -244,8 +248,8 @@ def _check_claim(policy: GradientSelector) -> None:
     mean = statistics.fmean(executed)
     claimed = f"{claim.claimed_flops / claim.dense_flops:.3f}"
     text = (
-        f"{name_of(policy)}: claims to leave {claimed} of the dense backward, but {mean / claim.dense_flops:.3f} was "
-        "executed"
+        f"{name_of(policy)}: claims that {claimed} of the dense backward remains, but it executed "
+        f"{mean / claim.dense_flops:.3f}"
     )
     require(mean <= claim.claimed_flops + rounding + bound, text)
 
@@ -254,7 +258,7 @@ def _check_resume(policy: GradientSelector) -> None:
     one, two, three = (through_json(policy) for _ in range(3))
     straight, resumed = train_network(one, num_steps=6), train_network(two, num_steps=6, stop=3, resume_with=three)
     same = equal(straight, resumed)
-    require(same, f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
+    require(same, f"{name_of(policy)}: decides differently in a resumed run, because it keeps hidden state")
 
 
 def check_keep_all(policy: Policy) -> None:

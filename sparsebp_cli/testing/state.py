@@ -62,7 +62,7 @@ def check_state(policy: Policy, places: Sequence[Any], show: Show | None = None)
         return
     show = partial(_show, places) if show is None else show
     name, first = name_of(policy), policy.init(places)
-    require(same(first, policy.init(places)), f"{name}: init returns another state when called again")
+    require(same(first, policy.init(places)), f"{name}: init returns a different state when called again")
     state, observation = first, _observe(policy, show)
     for step, observed in enumerate((observation, observation, Observation())):
         before, states = deepcopy(state), random_states()
@@ -70,8 +70,8 @@ def check_state(policy: Policy, places: Sequence[Any], show: Show | None = None)
         require(states == random_states(), f"{name}: observe uses a global random generator")
         require(same(state, before), f"{name}: observe changes the state that it receives")
         again = policy.observe(state, observed, Step(step, num_steps=NUM_STEPS))
-        require(same(after, again), f"{name}: observe returns another state when called again")
-        require(_layout(after) == _layout(first), f"{name}: observe returns other entries than init")
+        require(same(after, again), f"{name}: observe returns a different state when called again")
+        require(_layout(after) == _layout(first), f"{name}: observe returns different entries than init")
         state = after
     _check_trials(policy, show, first)
     _check_saved(policy, places, show)
@@ -93,7 +93,7 @@ def _check_saved(policy: Policy, places: Sequence[Any], show: Show) -> None:
         states.end_step(Step(index, num_steps=NUM_STEPS))
         kept = {key: value for key, value in states.state_dict()["policy_state"].items() if isinstance(value, Tensor)}
         stored = load(save(kept))  # save refuses tensors that share memory
-        require(same(kept, stored), f"{name_of(policy)}: the state of step {index} is another one when it is read")
+        require(same(kept, stored), f"{name_of(policy)}: reading the state of step {index} changes it")
 
 
 def _check_trials(policy: Policy, show: Show, first: Values) -> None:
@@ -109,8 +109,8 @@ def _check_trials(policy: Policy, show: Show, first: Values) -> None:
     require(states == random_states(), f"{name}: observe_trials uses a global random generator")
     require(same(first, before), f"{name}: observe_trials changes the state that it receives")
     again = policy.observe_trials(first, observations, step)
-    require(same(after, again), f"{name}: observe_trials returns another state when called again")
-    require(_layout(after) == _layout(first), f"{name}: observe_trials returns other entries than init")
+    require(same(after, again), f"{name}: observe_trials returns a different state when called again")
+    require(_layout(after) == _layout(first), f"{name}: observe_trials returns different entries than init")
 
 
 def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
@@ -118,7 +118,7 @@ def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
     assert isinstance(policy, Stateful)
     name, step, shown = name_of(policy), Step(0, seed=seed, num_steps=NUM_STEPS), show(seed)
     unknown = sorted(observed.__name__ for observed in policy.observes - {type(seen) for seen in shown})
-    require(not unknown, f"{name}: observes {', '.join(unknown)}, which a policy of its kind is not shown")
+    require(not unknown, f"{name}: observes {', '.join(unknown)}, which policies of its kind do not receive")
     states, found = random_states(), policy.look(shown, step)
     require(states == random_states(), f"{name}: measure uses a global random generator")
     for again, text in ((shown, "when called again"), (show(seed), "and changes what it is shown")):
@@ -126,7 +126,9 @@ def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
         require(same(seen, found), f"{name}: measure returns other values {text}")
     for observed in policy.observes:
         mine = [seen for seen in shown if type(seen) is observed]
-        require(bool(policy.look(mine, step)), f"{name}: observes {observed.__name__}, but measures nothing of it")
+        require(
+            bool(policy.look(mine, step)), f"{name}: observes {observed.__name__}, but measure returns nothing for it"
+        )
     return found
 
 

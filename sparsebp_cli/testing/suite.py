@@ -41,7 +41,7 @@ def check_repeatable(
     require(same(before, (place, more)), f"{name}: changes what it receives")
     text = f"{name}: decides differently when called again at the same step"
     require(same(first, ask(policy, *place, **more)), text)
-    text = f"{name}: a resumed run decides differently: it keeps its own state"
+    text = f"{name}: decides differently in a resumed run, because it keeps hidden state"
     require(same(first, ask(through_json(policy), *place, **more)), text)
 
 
@@ -68,7 +68,7 @@ def check_draws(policy: Policy, asked: Sequence[tuple[Callable[[Step], object], 
         return False
     for part in parts:
         numbers = range(1, 2 + enough(share) // len(asked))
-        text = f"{name_of(policy)}: is random but draws the same for every {part} of the step"
+        text = f"{name_of(policy)}: is random, but draws the same for every {part} of the step"
         require(any(differing(part, numbers)), text)
     return True
 

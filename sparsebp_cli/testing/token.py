@@ -93,7 +93,7 @@ def _check_exact(policy: TokenSelector) -> None:
             choice = policy.choose(tokens, step)
             flows = policy.mode == "exact" or torch.equal(choice.carries_BT, tokens.real_BT)
             dense = flows and torch.equal(choice.trained_BT, tokens.target_BT)
-            require(dense, f"{name_of(policy)}: says it is exact, but trains differently from dense")
+            require(dense, f"{name_of(policy)}: declares exact, but trains differently from dense")
 
 
 def _check_unbiased(policy: TokenSelector) -> None:
@@ -105,12 +105,12 @@ def _check_unbiased(policy: TokenSelector) -> None:
             continue
         choices = [policy.choose(tokens, replace(_late(policy), draw=draw)) for draw in range(1, _NUM_DRAWS + 1)]
         flows = policy.mode == "exact" or all(torch.equal(c.carries_BT, tokens.real_BT) for c in choices)
-        require(flows, f"{name_of(policy)}: says it is unbiased, but some positions carry no gradient")
+        require(flows, f"{name_of(policy)}: declares unbiased, but some positions carry no gradient")
         parts = torch.stack([_parts(choice, tokens) for choice in choices])
         wanted = tokens.target_BT.double() / tokens.target_BT.sum()
         bound = _NUM_SIGMAS * parts.std(0) / math.sqrt(_NUM_DRAWS) + 1e-9
         worst = float(((parts.mean(0) - wanted).abs() - bound).max())
-        require(worst <= 0, f"{name_of(policy)}: says it is unbiased, but some targets are trained more often")
+        require(worst <= 0, f"{name_of(policy)}: declares unbiased, but trains some targets more often")
 
 
 def _parts(choice: TokenChoice, tokens: Tokens) -> Tensor:
@@ -127,7 +127,9 @@ def _check_resume(policy: TokenSelector) -> None:
         for tokens in _batches(policy):
             used.choose(tokens, Step(index, state=first_state(policy)))
     later = [used.choose(tokens, _late(policy)) for tokens in _batches(policy)]
-    require(same(fresh, later), f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
+    require(
+        same(fresh, later), f"{name_of(policy)}: decides differently in a resumed run, because it keeps hidden state"
+    )
 
 
 def _choose(policy: TokenSelector, tokens: Tokens) -> TokenChoice:

@@ -82,7 +82,7 @@ class PolicyCallback(TrainerCallback):
         log_flops_every: int | None = 500,
     ) -> None:
         if log_flops_every is not None and log_flops_every < 1:
-            raise UsageError(f"log_flops_every must be at least 1, or None, got {log_flops_every}")
+            raise UsageError(f"log_flops_every must be None or a whole number of 1 or more, got {log_flops_every}")
         self._phased: PhasedEngine | None = None
         self._attach_options = AttachOptions.of(policies, backward, seed, reference, schedule)
         self.log_flops_every = log_flops_every
@@ -143,7 +143,7 @@ class PolicyCallback(TrainerCallback):
     ) -> None:
         """Attach the engine. Optimizer and wrapped model exist now, and the trainer has loaded the checkpoint."""
         if self._trainer is None:
-            raise UsageError("PolicyCallback does not know its trainer: call callback.join(trainer) before train()")
+            raise UsageError("PolicyCallback has joined no trainer: call callback.join(trainer) before trainer.train()")
         trainer = self._trainer
         self._detach()  # auto_find_batch_size trains again after an attempt that ran out of memory
         self._began = self._logged = state.global_step

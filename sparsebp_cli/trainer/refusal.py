@@ -161,8 +161,8 @@ def pass_columns(
     missing = sorted(policy.reads - set(inputs))
     if missing and removes:
         raise UsageError(
-            f"{type(policy).__name__} reads the column {missing[0]!r}, and the batch has none: set TrainingArguments("
-            "remove_unused_columns=False), which keeps columns that the model does not use"
+            f"{type(policy).__name__} needs the column {missing[0]!r}, which the batch does not have: set "
+            "TrainingArguments(remove_unused_columns=False), which keeps columns that the model does not use"
         )
     names = policy.reads | ({"labels"} if chooses_by_data(policy) else set())
     given = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}

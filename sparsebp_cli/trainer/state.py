@@ -40,9 +40,9 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
     """Read a state, with its tensors on a device. Raise CheckpointError if the file is missing or damaged."""
     if not file.exists():
         raise CheckpointError(
-            f"cannot resume from {file.parent}: it has no {file.name}, which contains the state of the policies; "
-            "it was written without policies, with save_only_model, or by another number of processes; to "
-            "continue from its weights alone, load them into the model and start a new train()"
+            f"cannot resume from {file.parent}: it has no {file.name} with the state of the policies, because it "
+            "was saved without policies, with save_only_model, or by another number of processes; load its "
+            "weights into the model and start a new train()"
         )
     try:
         with safe_open(file, "pt") as opened:
@@ -67,8 +67,8 @@ def check_same(before: Mapping[str, object], now: Mapping[str, object], checkpoi
     ]
     if changes:
         raise UsageError(
-            f"{checkpoint} was trained with other policies: {'; '.join(changes)}; to continue from its weights "
-            "alone, load them into the model and start a new train()"
+            f"{checkpoint} was trained with other policies: {'; '.join(changes)}; load its weights into the model "
+            "and start a new train()"
         )
 
 

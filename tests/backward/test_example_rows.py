@@ -98,7 +98,9 @@ def test_rows_whose_order_is_not_proved_are_refused_by_the_name_of_the_site(chan
     model = _Joined(change)
     with (
         sbp.attach(model, [WITHIN]) as engine,
-        pytest.raises(UnsupportedError, match="within: example needs the example of each row, and at 'second'"),
+        pytest.raises(
+            UnsupportedError, match="within: example needs the example of each row, which is unknown at 'second'"
+        ),
     ):
         engine.backward(model(torch.randn(3, 5, 4)).square().sum())
     with sbp.attach(model, [sbp.make_policy("topk", keep=0.25)]) as engine:  # within the batch it does not matter

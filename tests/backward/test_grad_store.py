@@ -259,7 +259,7 @@ def test_a_name_that_no_model_knows_is_refused_before_anything_is_applied() -> N
     model, store = _model(), sbp.GradStore()
     store.add(model[2].bias, torch.ones(3))
     store.add("0.bias", torch.ones(8))
-    with pytest.raises(UsageError, match=r"'0.bias' is a name, and the store has no model"):
+    with pytest.raises(UsageError, match=r"'0.bias' is a name, but the store has no model"):
         store.apply()
     with pytest.raises(UsageError, match=r"Tanh has no parameter '0.bias'|is not a parameter of Tanh"):
         store.apply(nn.Tanh())

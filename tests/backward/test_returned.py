@@ -134,7 +134,11 @@ WRONG: dict[str, tuple[type[Selection] | None, Answer, str]] = {
         lambda grad: Rows(grad[:, 0] > 0),
         "index_K of Rows must be an int64 tensor of one dimension, got",
     ),
-    "two dimensions": (Rows, lambda grad: Rows(half(grad)[None]), "index_K of Rows must be int64 of one dimension"),
+    "two dimensions": (
+        Rows,
+        lambda grad: Rows(half(grad)[None]),
+        "index_K of Rows must be an int64 tensor of one dimension",
+    ),
     "another device": (Rows, lambda grad: Rows(half(grad).to("meta")), "index_K of Rows must be on cpu, got meta"),
     "beyond": (Rows, lambda grad: Rows(half(grad) + len(grad)), r"index_K of Rows must be in \[0, "),
     "negative": (Rows, lambda grad: Rows(half(grad) - 1), "got -1"),

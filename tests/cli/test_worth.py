@@ -32,8 +32,8 @@ def test_no_number_is_folded_in_a_narrow_terminal(
         assert number in printed.split()
     assert ("12.5-12.7" in printed.split()) is (width >= 98)
     assert ("rate 0.78" in printed) is (width >= 98)
-    assert "tune it before you judge a policy" in " ".join(printed.split())
-    assert ("No room for noise, by curvature" in printed) is (width < 98)
+    assert "tune the learning rate before you judge a policy" in " ".join(printed.split())
+    assert ("The terminal is too narrow for noise, by curvature" in printed) is (width < 98)
 
 
 @pytest.mark.parametrize("num_policies", [2, 8])

@@ -266,7 +266,7 @@ def test_changes_that_no_commit_has_are_said(
 ) -> None:
     (repository / "train.py").write_text("an edit")
     assert call(monkeypatch, "dead", *WORDS) == 100
-    assert "note: changes that are in no commit are not judged" in capsys.readouterr().err
+    assert "note: judge ignores uncommitted changes" in capsys.readouterr().err
 
 
 def _wait_for_run(folder: Path, count: int = 1) -> tuple[float, int, str, int]:

@@ -101,11 +101,11 @@ def test_a_budget_ends_it_early_and_a_larger_one_goes_on(file: Path) -> None:
 
 def test_another_effect_margin_or_worst_case_is_refused_once_asked(file: Path) -> None:
     answer(make_session(file, WORSE))
-    with pytest.raises(UsageError, match=r"was first asked with --effect none"):
+    with pytest.raises(UsageError, match=r"this comparison began with --effect none"):
         make_session(file, WORSE, effect=0.1).run()
-    with pytest.raises(UsageError, match=r"was first asked with --margin none"):
+    with pytest.raises(UsageError, match=r"this comparison began with --margin none"):
         make_session(file, WORSE, margin=0.1).run()
-    with pytest.raises(UsageError, match=r"was first asked with --worst 0.5"):
+    with pytest.raises(UsageError, match=r"this comparison began with --worst 0.5"):
         make_session(file, WORSE, worst=0.6).run()
 
 

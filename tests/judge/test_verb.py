@@ -83,8 +83,8 @@ def test_a_candidate_is_a_recipe_a_policy_or_a_change(
     ("words", "said"),
     [
         ((*WORDS, "--budget", "1h"), "judge needs a candidate"),
-        ((*WORDS, "--set", "training.weight_decay=0.1"), "judge needs either --budget, or --final"),
-        ((*BETTER, "--final"), "judge needs either --budget, or --final"),
+        ((*WORDS, "--set", "training.weight_decay=0.1"), "give either --budget, or --final"),
+        ((*BETTER, "--final"), "give either --budget, or --final"),
         ((*WORDS, "--set", "training.weight_decay=0.1", "--budget", "soon"), "--budget must be a time"),
         ((*WORDS, "--set", "training.weight_decay=0.1", "--final"), "run judge without --final first"),
         ((*BETTER, "--effect", "-1"), "--effect must be a number above 0"),

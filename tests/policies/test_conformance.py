@@ -305,8 +305,8 @@ def test_half_keeps_the_contract() -> None:
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        (_TakesAnything, "takes unknown options"),
-        (_CanBeChanged, "can be changed"),
+        (_TakesAnything, "accepts unknown options"),
+        (_CanBeChanged, "allows changes of its options"),
         (_OptionWithoutDescription, "'size' has no description"),
         (_UsesGlobalGenerator, "global random generator"),
         (_UsesPythonRandom, "global random generator"),
@@ -326,9 +326,9 @@ def test_half_keeps_the_contract() -> None:
         (_BadWeight, "weight must be finite, got nan"),
         (_ThreeOfFour, "two of every four features"),
         (_KeepsTooMuch, "its budget 0.5 allows"),
-        (_SaysExact, "says it is exact"),
-        (_SaysUnbiased, "says it is unbiased"),
-        (_WrongWeight, "says it is unbiased"),
+        (_SaysExact, "declares exact"),
+        (_SaysUnbiased, "declares unbiased"),
+        (_WrongWeight, "declares unbiased"),
         (_ClaimsToSkip, "returns Elements, but declares Rows"),
         (_BudgetOfNonsense, r"budget must be in \(0, 1\], got 1.5"),
         (_UnequalExamples, "num_examples must be 1 or B"),

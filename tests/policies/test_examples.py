@@ -184,7 +184,7 @@ def test_half_keeps_the_contract() -> None:
         (_TooMany, "its budget 0.5 allows"),
         (_UsesGlobalGenerator, "global random generator"),
         (_SameAtEveryStep, "draws the same for every index"),
-        (_SaysExact, "says it is exact"),
+        (_SaysExact, "declares exact"),
         (_SaysUnbiased, "is biased"),
         (_NeedsWhatItDoesNotSay, "no losses"),
         (_ChangesLosses, "changes what it receives"),

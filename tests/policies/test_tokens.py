@@ -282,8 +282,8 @@ def test_half_keeps_the_contract() -> None:
         (_UsesGlobalGenerator, "global random generator"),
         (_SameAtEveryStep, "draws the same for every index"),
         (_ChangesTargets, "changes what it receives"),
-        (_SaysExact, "says it is exact"),
-        (_SaysUnbiased, "some targets are trained more often"),
+        (_SaysExact, "declares exact"),
+        (_SaysUnbiased, "trains some targets more often"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

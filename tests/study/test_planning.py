@@ -100,7 +100,7 @@ def test_the_cost_of_a_schedule_is_no_budget_and_its_steps_are(write_study: Writ
     _, course = plan(write_study(text))
     assert {len(trial.recipe.phases) for trial in course.tuning} == {1, 2}
     for budget in ("same: cost, as: dense, steps: 20", "seconds: 9.0"):
-        with pytest.raises(UsageError, match="arm topk: the steps of its schedule differ in cost"):
+        with pytest.raises(UsageError, match="arm topk: a rehearsal of 10 steps cannot measure the cost of a schedule"):
             plan(write_study(text, more=f"budget: {{{budget}}}\n"))
 
 
@@ -160,7 +160,7 @@ def test_an_arm_that_gets_too_few_steps_is_refused_by_name(write_study: Write) -
     variant = load_study(write_study()).variants[2]
     with pytest.raises(
         UsageError,
-        match=r"arm topk: 20 steps of dense pay for only 9 of its steps, each of which costs 2\.10 steps of dense",
+        match=r"arm topk: 20 steps of dense pay for only 9 of its steps, at 2\.10 steps of dense",
     ):
         share_budget(20, ArmStepPrice(8.0), ArmStepPrice(16.8), variant, COST)
 
@@ -171,7 +171,7 @@ def test_an_arm_that_gets_too_few_steps_is_refused_by_name(write_study: Write) -
         (
             {"seconds": 30.0},
             ArmStepPrice(4.0, "seconds"),
-            "arm topk: 30 seconds pay for only 7 of its steps, each of which costs 4 sec",
+            "arm topk: 30 seconds pay for only 7 of its steps, at 4 sec",
         ),
         ({"same": "tokens", "tokens": 640}, ArmStepPrice(128.0, "tokens"), "steps: raise budget.tokens"),
     ],

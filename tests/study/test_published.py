@@ -221,8 +221,8 @@ def test_every_face_has_claimed_beside_measured_and_a_scaled_study_claims_nothin
     text = " ".join(cli("compare", "@table-scaled", "--all").stdout.split())
     assert "Scaled: these runs have another setting, model.name=small, dataset.name=few" in text
     assert (
-        "warning: scaled: these runs say nothing about A. Author: On Halves (2026), because they have model.name"
-        in text
+        "warning: scaled: these runs do not test the claims of A. Author: On Halves (2026), because they have "
+        "model.name" in text
     )
 
 

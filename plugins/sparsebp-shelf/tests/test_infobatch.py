@@ -243,8 +243,8 @@ def test_half_keeps_the_contract() -> None:
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        (_Unweighted, "says it is unbiased, but the mean weight of an example is 0.5"),
-        (_Exact, "says it is exact, but chooses in epoch 0"),
+        (_Unweighted, "declares unbiased, but the mean weight of an example is 0.5"),
+        (_Exact, "declares exact, but leaves out examples in epoch 0"),
         (_NoRow, "at least one"),
         (_OutOfRange, r"must visit rows in \[0, "),
         (_NotInOrder, "ascending"),

@@ -216,22 +216,22 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
     ignored, body = ledger.ignored / max(1, ledger.labels), 1.0 - waste.body_share
     if min(ignored, body - (1.0 - ignored)) > MANY_IGNORED:
         yield (
-            f"{ignored:.1%} of the labels are ignored, but {body:.1%} of the rows below the head carry a gradient, "
-            "through attention: that work is needed"
+            f"{ignored:.1%} of the labels are ignored, but {body:.1%} of the rows below the head get a gradient "
+            "through attention, so their work is needed"
         )
     if not verdict.is_judged:
         yield "fewer than two optimizer steps were seen: whether parameters move was not judged"
     if session.modules.has_compiled:
-        yield "torch.compile was off while the audit watched: compiled code may compute and keep less"
+        yield "the audit switched torch.compile off: compiled code may compute and save less"
     if ledger.passes and not ledger.visited:
         yield "the audit could not see into the backward passes: they ran in another thread than the watched one"
     if not session.saved.has_seen:
-        yield "the audit measured no saved tensors: other saved-tensor hooks replaced its own all the time"
+        yield "the audit measured no saved tensors, because other saved-tensor hooks replaced its hooks"
     if verdict.withheld:
         by = {ledger.withholding.get(session.parameters.by_name[name].bit, "") for name in verdict.withheld}
         functions = ", ".join(sorted(by - {""}))
         yield (
-            f"never trained, although the loss depends on them and an optimizer holds them: {_list(verdict.withheld)}"
+            f"not trained, although the loss depends on them and they are in an optimizer: {_list(verdict.withheld)}"
             + (f"; {functions} returned no gradient for them" if functions else "")
         )
     for name, rows in ledger.ended.items():
@@ -242,7 +242,7 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
             )
     if verdict.without_gradient:
         names = verdict.without_gradient
-        yield f"no gradient ever reached {len(names)} parameters that an optimizer holds: {_list(names)}"
+        yield f"no gradient reached {len(names)} parameters of an optimizer: {_list(names)}"
 
 
 def _modules(

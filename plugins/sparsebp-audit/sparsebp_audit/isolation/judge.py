@@ -208,7 +208,7 @@ class _Trial:
         if not affected and found.leak <= found.leak_limit:
             return found
         if self.is_random and found.leak <= found.leak_limit:
-            raise NotAlone("its forward draws random numbers, beyond dropout: no two forwards can be compared")
+            raise NotAlone("its forward draws random numbers besides dropout, so two forwards cannot be compared")
         first = find_first_module(self.model, self.examples, self.outputs, order[0], limit)
         self.cost += self.size + len(self.examples.found[order[0]].columns)
         if relative_difference(first.output, output.detach()) > limit and found.leak <= found.leak_limit:

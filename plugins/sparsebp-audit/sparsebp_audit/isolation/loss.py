@@ -180,7 +180,10 @@ class LossReader:
                 "without a gradient, such as weights that are normalised over the batch"
             )
         elif found is None and not self.unread:
-            self.unread = "the audit cannot run it again on other outputs, to see what it reads without a gradient"
+            self.unread = (
+                "the audit cannot run the loss again on other outputs, which would show what the loss "
+                "reads without a gradient"
+            )
 
     def _depends(
         self,

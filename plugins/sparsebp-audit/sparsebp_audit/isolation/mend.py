@@ -143,7 +143,7 @@ def _guess(found: BatchJudgement, examples: Examples) -> tuple[str, str]:
     is_read = found.leak > found.leak_limit
     if examples.several and is_read and any(word in words for word in RECURRENT):
         return (
-            f"{found.module_class} goes on from one example of a row into the next",
+            f"{found.module_class} continues from one example of a row into the next",
             f"{PADDED}, or with kernels that are given the limits of examples (causal-conv1d and mamba-ssm or "
             f"flash-linear-attention on CUDA, with {LENGTHS[0]} or seq_idx in the batch)",
         )

@@ -38,7 +38,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "padding": FindingKind(
         "padding positions",
-        "put examples of like length together, pad to the longest of the batch, or pack without padding",
+        "batch examples of similar length, pad to the longest example of the batch, or pack without padding",
     ),
     "zero-rows": FindingKind(
         "products with rows of the gradient that are exactly zero",
@@ -72,7 +72,8 @@ KINDS: dict[str, FindingKind] = {
     ),
     "zero-gradient": FindingKind(
         "gradients that were all zero in every step",
-        "find out why nothing reaches them (a dead unit, a mask, a detached branch); freeze them if that is meant",
+        "find out why no gradient reaches them (a dead unit, a mask, a detached branch); freeze them if this is "
+        "intended",
         exact=False,
     ),
     "lost-update": FindingKind(
@@ -87,6 +88,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "scanning-hooks": FindingKind(
         "hooks that go through many parameters at every call",
-        "let a parameter's hook look at its own parameter only: with P parameters, P calls that visit P are P*P visits",
+        "let a parameter's hook visit only its own parameter: with P parameters, hooks that visit all of them "
+        "make P*P visits",
     ),
 }

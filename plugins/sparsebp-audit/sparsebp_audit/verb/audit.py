@@ -64,7 +64,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = False,
     threshold: Annotated[
         float,
-        typer.Option(metavar="SHARE", help="Do not show findings that would save less than this fraction of a step."),
+        typer.Option(metavar="SHARE", help="Hide findings that would save less than this fraction of a step."),
     ] = 0.005,
     fail_if_waste: Annotated[
         float | None,
@@ -92,7 +92,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Watch a training for a few steps, and report the work and memory that its backward pass wastes."""
     for name, share in (("--threshold", threshold), ("--fail-if-waste", fail_if_waste or 0.0)):
         if not 0.0 <= share < 1.0:
-            raise UsageError(f"{name} must be in [0, 1), got {share:g}")
+            raise UsageError(f"{name} must be a fraction in [0, 1), got {share:g}")
     if fail_if_mixed and not examples:
         raise UsageError(
             "--fail-if-mixed needs --examples, which checks whether examples of a batch influence each other"

@@ -98,7 +98,7 @@ def _why_no_report(found: Path, command: list[str], code: int, steps: int) -> st
     if seen:
         return f"{name} ended with {code} after {seen} of {steps} steps, before it could write its report"
     if any(found.glob("idle-*")):
-        return f"{name} ran no backward pass that could be seen: there is nothing to audit"
+        return f"the audit saw no backward pass of {name}: there is nothing to audit"
     nothing = "ran no Python that the audit could watch (python -I, -E and -S disable the audit)"
     if any(found.glob("python-*")):
         nothing = "ran no Python that imports torch"

@@ -106,7 +106,7 @@ def find_pair_move(gains: Sequence[float], aim: Aim, bar: MoveBar) -> Move:
             "not shown", f"a gain of {aim.effect:.4g} is {math.exp(-odds):.3g} times less likely than no gain"
         )
     if count >= MOST_PAIRS:
-        return Decide("not shown", f"undecided after {MOST_PAIRS} pairs, the largest number that judge trains")
+        return Decide("not shown", f"undecided after {MOST_PAIRS} pairs of runs, the most that judge trains")
     return Train("pairs", count + 1)
 
 

@@ -68,7 +68,7 @@ class JudgeSession:
         for key, value in terms.items():
             if (was := found.asked.get(key)) != value:  # version 0.5 stored no worst case
                 was = "none" if was is None else was
-                raise UsageError(f"this question was first asked with --{key} {was}: give the same value as then")
+                raise UsageError(f"this comparison began with --{key} {was}: give this value again")
         return found
 
     def run(self) -> LedgerQuestion:
@@ -109,7 +109,7 @@ class JudgeSession:
         if first["question"] != self.proposal.digest:
             raise UsageError(
                 f"question {first['question']} has already used the test split of these data, and only one "
-                "question may use it"
+                "question may: use other data, or leave out --final"
             )
         for number in range(len(question.looks.get("test", [])) + 1, TEST_PAIRS + 1):
             if self.is_stopped:
@@ -176,8 +176,8 @@ class JudgeSession:
         effect = run_spread if self.terms.effect is None else self.terms.effect
         if not effect:
             raise UsageError(
-                "the baseline's runs have the same value with every seed, so judge cannot choose the smallest "
-                "gain to find: give --effect"
+                "all runs of the baseline have the same value, so judge cannot choose the smallest gain to look "
+                "for: give --effect"
             )
         spread = book.find_squares(baseline).find_spread(run_spread) or effect
         values = {"effect": effect, "run_spread": run_spread, "pair_spread": spread, "margin": self.terms.margin}

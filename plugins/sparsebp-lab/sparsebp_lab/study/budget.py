@@ -49,9 +49,9 @@ def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -
     for variant in loaded.variants:
         if variant.recipe.schedule is not None and budget.same != "tokens":
             raise UsageError(
-                f"arm {variant.arm}: the steps of its schedule differ in cost, which a rehearsal of "
-                f"{REHEARSED_STEPS} steps does not measure; use 'budget: {{same: steps}}' or 'budget: "
-                "{same: tokens}'"
+                f"arm {variant.arm}: a rehearsal of {REHEARSED_STEPS} steps cannot measure the cost of a "
+                "schedule, whose steps differ in cost; use 'budget: {same: steps}' or 'budget: {same: "
+                "tokens}'"
             )
     found: dict[int, list[StudyTrial]] = {}
     payer = next((at for at, variant in enumerate(loaded.variants) if variant.arm == budget.as_arm), None)
@@ -176,8 +176,8 @@ def share_budget(
         pays = pays if part == 1.0 else f"{part:g} of {pays}"
     key = "budget.steps" if payer is not None else "budget.seconds" if budget.tokens is None else "budget.tokens"
     raise UsageError(
-        f"arm {variant.arm}: {pays} pay for only {found} of its steps, each of which costs {each}; a budget must "
-        f"pay for at least {FEWEST_STEPS} steps: raise {key}"
+        f"arm {variant.arm}: {pays} pay for only {found} of its steps, at {each} per step; a budget must pay for "
+        f"at least {FEWEST_STEPS} steps: raise {key}"
     )
 
 

@@ -201,20 +201,23 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
             location = ("arms", arm, *_find_location(changes, key))
             if key in FIXED_KEYS:
                 yield FieldError(
-                    location, "an arm cannot set this key: its name is the key under arms, its seeds are under seeds"
+                    location,
+                    "an arm cannot set this key: name it by its key under arms, and give its seeds under seeds",
                 )
             if key == STEPS_KEY and study.budget is not None:
                 yield FieldError(location, "the budget decides the steps of every arm")
             if key.split(".")[0] == "target" and study.where is not None:
-                yield FieldError(location, "leave it out: the key where of the study sets the target of every arm")
+                yield FieldError(location, "leave it out: the study's key where sets the target of every arm")
     if study.search.is_sampled and not study.vary:
-        yield FieldError(("search",), f"kind: {study.search.kind} needs vary: the keys that it chooses")
+        yield FieldError(
+            ("search",), f"kind: {study.search.kind} needs the key vary, with the keys whose values it chooses"
+        )
     for key, values in study.vary.items():
         location = ("vary", key)
         if isinstance(values, RangeSection):
             yield from _find_wrong_range(location, values, study)
         if key in FIXED_KEYS or key.split(".")[0] in NO_RESULT:
-            yield FieldError(location, "cannot be varied: it does not change what is trained, or the study decides it")
+            yield FieldError(location, "cannot be varied: either it does not change the training, or the study sets it")
         if key == STEPS_KEY and study.budget is not None:
             yield FieldError(location, "the budget decides the steps of every arm")
 
@@ -239,8 +242,8 @@ def _find_seeds_of_both(study: Study) -> Iterator[FieldError]:
         fresh = max(study.seeds.tune) + 1
         yield FieldError(
             ("seeds", "report"),
-            f"needs other seeds than seeds.tune, got {', '.join(map(str, both))} in both; fresh ones begin at {fresh}, "
-            f"as in {fresh}-{fresh + 2}",
+            f"must not contain seeds of seeds.tune, got {', '.join(map(str, both))} in both; for example, use "
+            f"{fresh}-{fresh + 2}",
         )
 
 
@@ -294,7 +297,7 @@ def _make_variants(content: Mapping[str, Node], base: Node) -> Iterator[ArmVaria
     assert isinstance(arms, dict)
     if (count := math.prod(len(choice) for choice in choices) * len(arms)) > MOST_VARIANTS:
         raise content["vary"].place.error(
-            (f"the study has {count} combinations of arms and values, at most {MOST_VARIANTS} are allowed"), "vary"
+            (f"the study has {count} combinations of arms and values, allowed: at most {MOST_VARIANTS}"), "vary"
         )
     for arm, changes in arms.items():
         changed = _change(base, changes)
@@ -341,7 +344,7 @@ def _make_variant(arm: str, changed: Node, combination: Sequence[Choice], conten
         if placed.recipe.training.num_train_epochs is not None:
             raise placed.error(
                 ("training", "num_train_epochs"),
-                ("a study needs training.max_steps instead of training.num_train_epochs"),
+                "a study needs training.max_steps instead of training.num_train_epochs",
             )
     except RecipeError as error:
         raise _locate(error, arm, content, [key for key, _ in combination]) from None

@@ -68,8 +68,8 @@ def rebuild(loaded: LoadedStudy, archive: Path) -> Rebuilt:
     name = loaded.study.study
     if loaded.study.search.is_sampled:
         raise UsageError(
-            f"{name}: the choices of a {loaded.study.search.kind} search depend on when its trials ended; "
-            "SparseBP can repeat the choices only of grid and halving"
+            f"{name}: --from supports only the searches grid and halving, got {loaded.study.search.kind}, whose "
+            "choices depend on when its trials ended"
         )
     record = find_archived(name, archive)
     maker = TrialMaker(name, loaded.folders, record.generation)
@@ -109,7 +109,7 @@ def _find_others(loaded: LoadedStudy, record: StudyRecord, course: Course, store
     known = {run_id for run_id, *_ in asked}
     for key, trial in asked.items():
         if not has_plan(store.find(trial)):
-            yield f"{_describe(trial)}: the study needs this trial, but the archive has no run of it"
+            yield f"{_describe(trial)}: the study needs this trial, but the archive has no run for it"
         elif key not in listed:
             yield f"{_describe(trial)}: run {key[0]} is in the archive, but the list of trials has no such entry"
     for one, key in zip(record.trials, listed, strict=True):
@@ -118,7 +118,9 @@ def _find_others(loaded: LoadedStudy, record: StudyRecord, course: Course, store
         if key not in asked and (one.run_id not in known or one.role == "control"):
             yield f"{_describe(one)}: the list of trials has run {one.run_id}, but the study does not need this trial"
         elif key not in asked:
-            yield f"{_describe(one)}: run {one.run_id} is listed as this trial, but the study needs it as another one"
+            yield (
+                f"{_describe(one)}: run {one.run_id} is listed as this trial, but the study needs it for another trial"
+            )
         elif listed.count(key) > 1:
             yield f"{_describe(one)}: run {one.run_id} is listed {listed.count(key)} times"
         elif one.pruned != asked[key].is_cut:

@@ -65,8 +65,9 @@ class BudgetSection(BaseModel):
     part: dict[Name, Annotated[float, Field(gt=0.0, le=1.0)]] = Field(
         default_factory=dict,
         description=(
-            "For 'same: cost', 'same: time' and 'same: tokens': map from an arm to its fraction of the budget, such "
-            "as {lossless: 0.5}. This tests whether lossless is as good with half the budget. Other arms get all of it."
+            "For 'same: cost', 'same: time' and 'same: tokens': map from an arm to its fraction of the budget. "
+            "For example, {lossless: 0.5} tests whether lossless is as good with half of the budget. Other "
+            "arms get the whole budget."
         ),
     )
 
@@ -79,7 +80,7 @@ class BudgetSection(BaseModel):
     def _belongs(self) -> Self:
         if self.same == "steps" and self.as_arm is not None:
             raise ValueError(
-                "the key as needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every arm "
+                "the key `as` needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every arm "
                 "trains the same number of steps"
             )
         for name, same in (("seconds", "time"), ("tokens", "tokens")):
@@ -99,8 +100,8 @@ class BudgetSection(BaseModel):
             )
         if self.part and self.same == "steps":
             raise ValueError(
-                "the key part needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every arm trains "
-                "the same number of steps"
+                "the key `part` needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every "
+                "arm trains the same number of steps"
             )
         return self
 
@@ -135,12 +136,13 @@ class SeedsSection(Section):
     tune: Seeds = Field(
         default_factory=lambda: [0, 1, 2],
         description=(
-            "Seeds for tuning, such as 0, [0, 1] or 0-2. With fewer than three seeds, statements hold only for the "
-            "chosen values."
+            "Seeds for tuning, such as 0, [0, 1] or 0-2. With fewer than three seeds, results hold only for the "
+            "chosen values, not for the method."
         ),
     )
     report: Seeds = Field(
-        description="Seeds of the runs that are compared, such as 3-7. Statements need three seeds or more."
+        description="Seeds of the runs that are compared, such as 3-7. Statements such as 'better' need three seeds "
+        "or more."
     )
 
     @field_validator("tune", "report")
@@ -167,9 +169,7 @@ class SearchSection(Section):
     )
     reduction: Annotated[int, Field(ge=2)] = Field(
         3,
-        description=(
-            "For halving: the ratio N. After one N-th of the steps, the best N-th of the combinations continues."
-        ),
+        description=("For halving: a number N. After 1/N of the steps, the best 1/N of the combinations continues."),
     )
     extend: CountFromZero = Field(
         4,
@@ -230,7 +230,7 @@ class PlaceSection(Section):
 class ClaimSection(Section):
     """A number from the publication, to compare with the measured one."""
 
-    arm: Name = Field(description="The arm to which the published number belongs.")
+    arm: Name = Field(description="Name of the arm whose value the publication gives.")
     metric: str = Field(
         description=(
             "Name of a logged metric. For eval/ and test/, SparseBP reads the value after the last step, for "
@@ -244,8 +244,8 @@ class ClaimSection(Section):
     of: Name | None = Field(
         None,
         description=(
-            "For a relative number, such as 0.56 times the memory of dense: the arm by whose value the value of "
-            "`arm` is divided. null: the number is not relative."
+            "For a relative number, such as 0.56 times the memory of dense: the arm to compare with. compare "
+            "divides the value of `arm` by its value. null: the number is not relative."
         ),
     )
     where: Annotated[str, Field(min_length=1)] = Field(
@@ -329,8 +329,8 @@ class Study(Section):
     shares: dict[Name, Name] = Field(
         default_factory=dict,
         description=(
-            "Map from an arm to another arm whose best combination it uses, because both have the same gradient: "
-            "{lossless: dense}."
+            "Map from an arm to the arm whose best combination it uses. For example, {lossless: dense}, "
+            "because both have the same gradient."
         ),
     )
     search: SearchSection = Field(
@@ -342,7 +342,7 @@ class Study(Section):
     controls: Literal["none", "auto"] = Field(
         "none",
         description=(
-            "auto: train the control runs that compare reports as missing. For each arm these are dense with fewer "
+            "auto: train the control runs that compare needs. For each arm these are dense training with fewer "
             "steps or a smaller batch at the same cost, and a random choice with the same budget. none: train no "
             "controls."
         ),

@@ -73,7 +73,7 @@ def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
     compared = [trial for trial in record.trials if trial.role in {"report", "control"}]
     found = [(trial, run) for trial in compared if (run := runs_of.load(trial)) is not None]
     if not found:
-        next_command = f"`sparsebp study {record.words}` goes on with it"
+        next_command = f"`sparsebp study {record.words}` continues it"
         raise RunNotFoundError(f"study {record.study} has no report yet; {next_command}")
     absent = len(compared) - len(found)
     warnings = [f"{absent} trials of the report have no run yet"] if absent else []
@@ -86,13 +86,15 @@ def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
     missing = [trial for trial, run in found if trial.role == "report" and run.state not in OVER]
     is_complete = not missing and not any(trial.role == "report" for trial in compared if runs_of.load(trial) is None)
     if not is_complete:
-        warnings.append("compare says nothing about quality before all runs of the report have ended")
+        warnings.append("compare judges quality only when all runs of the report have ended")
     if tuning and len({trial.seed for trial in record.trials if trial.role == "tune"}) < ENOUGH_SEEDS:
-        warnings.append(f"tuned with fewer than {ENOUGH_SEEDS} seeds: statements hold at these values, not for methods")
+        warnings.append(
+            f"tuned with fewer than {ENOUGH_SEEDS} seeds: results hold for these values, not for the methods"
+        )
     runs = tuple(replace(run, name=trial.arm) for trial, run in found)
     if record.paper is not None and record.paper.scaled:
         other = ", ".join(record.paper.scaled)
-        warnings.append(f"scaled: these runs say nothing about {record.paper.title}, because they have {other}")
+        warnings.append(f"scaled: these runs do not test the claims of {record.paper.title}, because they have {other}")
     choice = _find_choice(combinations, runs_of)
     tuned_by = find_tuned_by(chosen, {arm for arm, _ in combinations})
     return StudySelection(runs, tuple(tuning), tuple(warnings), choice, tuned_by, is_complete, record.paper)

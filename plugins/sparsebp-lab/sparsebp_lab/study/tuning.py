@@ -12,7 +12,10 @@ from sparsebp_lab.study.selection import TunedLine
 FEWEST = 8  # combinations of an arm that a table of importances needs
 MOST_COLUMNS = 12  # in a table over two keys
 PAIR = re.compile(r" (?=[A-Za-z_]\w*=)")  # separator between the keys of a combination's line
-OF_TUNING = "Means over the seeds of tuning, on validation. They chose what is reported and are in no interval."
+OF_TUNING = (
+    "Means over the tuning seeds, on the validation split. SparseBP chose values by these means; no reported "
+    "interval includes them."
+)
 
 
 def make_tuning_grids(lines: Sequence[TunedLine]) -> list[Grid]:
@@ -60,8 +63,9 @@ def _make_importance(arms: dict[str, list[TunedLine]]) -> list[Grid]:
             shares = find_importances([({key: values[key] for key in varied}, value) for values, value in known])
             rows += [(arm, key, f"{share:.0%}", f"{len(known)}") for key, share in shares.items()]
     note = (
-        "Share of the variance of the validation metric over the combinations that were trained to their end, by "
-        "Optuna's fANOVA, a random forest: with few combinations it says little, and nothing beyond their ranges."
+        "Share of the variance of the validation metric that each key explains, over all fully trained "
+        "combinations (Optuna's fANOVA, a random forest). With few combinations it is unreliable. It does not "
+        "hold outside of the tried ranges."
     )
     grid = Grid("Which key mattered", ("arm", "key", "share", "combinations"), tuple(rows), note, aside=2)
     return [grid] if rows else []

@@ -41,10 +41,10 @@ SCRIPT = (
 METRIC = "With --script: the metric that decides, and whether lower or higher is better, such as val_loss:lower."
 BUDGET = "Budget for all runs of this question together: a time (30m, 2h), or a number of FLOPs (3e15)."
 EFFECT = "The smallest gain to find, in the metric's unit. Default: one standard deviation between the baseline's runs."
-MARGIN = "Train until the candidate is shown better, worse, or equal within this margin: eval/loss=0.01."
+MARGIN = "Train until the candidate is better, worse, or equal within this margin, such as eval/loss=0.01."
 WORST = (
-    "If the candidate loses this much with one seed, judge cannot find it better. In the metric's unit. Default: 20 "
-    "standard deviations."
+    "If the candidate is worse by this much with any seed, judge cannot call it better. In the metric's unit. "
+    "Default: 20 standard deviations."
 )
 FINAL = (
     "Evaluate on the test split, with fresh seeds, a candidate that judge found better. Only one question may use a "
@@ -105,7 +105,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
             raise UsageError(f"{given[0]} works only with recipes; with --script, commit your change of the script")
         arms = _read_script(candidate, against, script, metric)
     if final == (budget is not None):
-        raise UsageError("judge needs either --budget, or --final, which trains a fixed number of pairs")
+        raise UsageError("give either --budget, or --final, which trains a fixed number of pairs of runs")
     terms = None
     if budget is not None:
         terms = _make_terms(budget, effect, _read_margin(margin, arms.proposal), worst)
@@ -177,7 +177,7 @@ def _read_script(candidate: str | None, against: str, command: str, metric: str 
     script = Script(command, ScriptRepository.find(Path.cwd()))
     proposal = ScriptProposal(script, script.at(candidate), script.at(against), parse_metric(metric))
     if script.repository.has_changes:
-        print_line("note: changes that are in no commit are not judged", stderr=True)
+        print_line("note: judge ignores uncommitted changes", stderr=True)
     return ScriptArms(proposal)
 
 

@@ -36,7 +36,8 @@ SCALED = "Run a smaller version of the study, as its key `scale` describes."
 TARGET = "Train everything on this target of `sparsebp targets`, instead of the study's key `where`."
 FROM = "Train nothing. Choose the values again from the trials in this archive, and compare the choice with the report."
 STOPPING = (
-    "stopping: running trials end with a checkpoint; the same command continues them; Ctrl-C again ends them at once"
+    "stopping: running trials first save a checkpoint; run the same command again to continue; press Ctrl-C "
+    "again to end them at once"
 )
 KILLING = "ending it at once"
 
@@ -284,7 +285,7 @@ def _report(session: StudySession, interrupts: Interrupts, output: Output) -> in
     again, compare = f"sparsebp study {session.loaded.words}", f"sparsebp compare --study {name}"
     command = again if interrupts.received or left or unknown else compare
     is_retry = command is again and not interrupts.received
-    print_line(f"next: `{again}` tries again what failed, and goes on" if is_retry else f"next: {command}")
+    print_line(f"next: `{again}` repeats failed trials and continues" if is_retry else f"next: {command}")
     tell(session.describe(command), output, lambda _: None)
     if interrupts.received:
         return interrupts.exit_code

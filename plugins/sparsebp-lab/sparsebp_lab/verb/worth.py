@@ -27,9 +27,11 @@ WIDE = 98  # characters; a narrower terminal would fold numbers
 SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}  # short verdicts for a narrow column
 LESSON = {
     "dense": "dense itself",
-    "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
-    "could": "costs less than dense with a batch of as much noise: train it",
-    "decide by training": "the interval includes 1, or its bias does not average out, which the estimate ignores",
+    "cannot beat a smaller batch": (
+        "dense training with a smaller batch has as little noise and costs less: do not train it"
+    ),
+    "could": "costs less than dense training with equal noise: train it to find out",
+    "decide by training": "unclear: the interval includes 1, or the policy is biased, which the estimate ignores",
 }
 
 
@@ -81,12 +83,12 @@ def _explain(found: WorthAnswer, *, is_narrow: bool) -> Iterator[str]:
         yield short + LESSON[verdict]
     if any(map(_is_slower, found.policies)):
         yield (
-            "rate: the noise shortens Adam's steps to that fraction. A higher learning rate restores a part of it: "
-            "tune it before you judge a policy by training."
+            "rate: noise shortens Adam's steps to this fraction. A higher learning rate partly makes up for "
+            "this: tune the learning rate before you judge a policy by training."
         )
     if is_narrow:
         left_out = ", ".join(name for name in NUMBERS if name not in DECISIVE)
-        yield f"No room for {left_out}: widen the terminal to {WIDE} characters, or give -o json."
+        yield f"The terminal is too narrow for {left_out}: widen it to {WIDE} characters, or give -o json."
     steps = ", ".join(map(str, found.steps))
     metric = "in AdamW's metric" if found.metric == "adam" else "of plain gradients"
     yield (
@@ -98,7 +100,7 @@ def _explain(found: WorthAnswer, *, is_narrow: bool) -> Iterator[str]:
 
 def _list_exceptions(found: WorthAnswer) -> Iterator[str]:
     if any(policy.remembers for policy in found.policies):
-        yield "*: chooses by state from earlier steps; measured as at its first step."
+        yield "*: its choice depends on earlier steps; measured as at the first step."
     for one in found.policies:
         if one.as_at_step is not None:
             yield f"{one.name}: skips no work in early steps; measured as if at step {one.as_at_step}."

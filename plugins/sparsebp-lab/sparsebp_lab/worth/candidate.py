@@ -91,8 +91,8 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
 
 def _find_reason(policy: Policy, recipe: Recipe) -> str:
     if isinstance(policy, EpochSelector):
-        return "chooses whole epochs: there is nothing to measure on a batch"
+        return "chooses the examples of whole epochs: there is nothing to measure on a batch"
     # It also sorts the examples of a step, so its batches would differ from dense's.
     if find_facts(policy).get("shares_updates") and recipe.training.gradient_accumulation_steps > 1:
-        return "computes once what the micro-batches of a step share, and passes are measured one by one"
+        return "shares work between micro-batches, but this estimate measures each pass alone"
     return ""

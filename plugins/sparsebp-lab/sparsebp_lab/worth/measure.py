@@ -31,8 +31,8 @@ def measure(training: Training, *, all_policies: bool, report: Report, pairs: in
     recipe = training.plan.recipe
     if recipe.backward.update == "eager":
         raise UsageError(
-            "this estimate does not support 'backward.update: eager', whose gradients are the same as with "
-            "deferred: add --set backward.update=deferred"
+            "this estimate does not support 'backward.update: eager': add --set backward.update=deferred, which "
+            "has the same gradients"
         )
     candidates, left_out = find_candidates(recipe, all_policies=all_policies)
     last = min(MOST_STEPS, recipe.training.max_steps)

@@ -63,7 +63,7 @@ def _try(policy: BlockDropper, blocks: Sequence[ResidualBlock], state: State) ->
     """Return the state after trial passes in which each block's parameter has a gradient, unless it is dropped."""
     assert isinstance(policy, Stateful)
     step = next((s for index in range(NUM_STEPS) if policy.wants_trials(s := _at(index, state))), None)
-    require(step is not None, f"{name_of(policy)}: has_trials is true, but wants_trials returns none at any step")
+    require(step is not None, f"{name_of(policy)}: has_trials is true, but wants_trials requests no trial at any step")
     assert step is not None
     names = {block.name for block in blocks}
     decisions = [frozenset(tried) for tried in policy.wants_trials(step) if not isinstance(tried, TrialPass)]
@@ -125,7 +125,7 @@ def _check_exact(policy: BlockDropper) -> None:
     left_out = 1.0 - policy.budget
     num_steps = max(NUM_STEPS, min(enough(left_out), MOST_STEPS)) if left_out > 0 else NUM_STEPS
     dropped = any(_drop(policy, blocks, index, state) for blocks, state in _cases(policy) for index in range(num_steps))
-    require(policy.exact != dropped, f"{name_of(policy)}: says it is {'' if policy.exact else 'not '}exact")
+    require(policy.exact != dropped, f"{name_of(policy)}: declares {'' if policy.exact else 'not '}exact")
 
 
 _CHECKS: tuple[Callable[[BlockDropper], None], ...] = (

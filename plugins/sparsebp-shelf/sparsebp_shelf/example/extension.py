@@ -155,8 +155,8 @@ class ExamplesOverride(ForwardOverride):
         labels = arguments.get("labels")
         if not isinstance(labels, Tensor):
             raise UsageError(
-                f"{type(self._policy).__name__} needs labels among the model's arguments: without them, "
-                "the script would compare logits of chosen examples with labels of all examples"
+                f"{type(self._policy).__name__} needs labels among the model's arguments: otherwise the script "
+                "would compare logits of the chosen examples with labels of all examples"
             )
         step, targets_B = self._states.show(self._policy, self._engine.now()), count_targets(labels)
         spent = ScoringCost(labels.device)

@@ -113,10 +113,10 @@ def _differing(policy: ExampleSelector, number: int, first: Step, others: Sequen
 
 def _check_exact(policy: ExampleSelector) -> None:
     good = policy.exact or policy.weighs or not policy.unbiased
-    require(good, f"{name_of(policy)}: says it is unbiased, but a mean over targets of chosen examples is biased")
+    require(good, f"{name_of(policy)}: declares unbiased, but a mean over targets of chosen examples is biased")
     for examples, step in _cases(policy):
         dense = not policy.exact or policy.choose(examples, step) is None
-        require(dense, f"{name_of(policy)}: says it is exact, but chooses at step {step.index}")
+        require(dense, f"{name_of(policy)}: declares exact, but chooses at step {step.index}")
 
 
 def _check_mean_weight(policy: ExampleSelector) -> None:
@@ -131,9 +131,7 @@ def _check_mean_weight(policy: ExampleSelector) -> None:
         for draw in range(1, _NUM_DRAWS + 1):
             choice, weight_B = policy.choose(examples, replace(step, draw=draw)), torch.ones(examples.number).double()
             if choice is not None:
-                require(
-                    isinstance(choice, WeightedExamples), f"{name}: says it is unbiased, but chooses without weights"
-                )
+                require(isinstance(choice, WeightedExamples), f"{name}: declares unbiased, but chooses without weights")
                 assert isinstance(choice, WeightedExamples)
                 weight_B = torch.zeros_like(weight_B).index_copy_(0, choice.index_K, choice.weight_K.double())
             total_B += weight_B

@@ -45,7 +45,7 @@ class LayerExtension(TrialExtension):
             )
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise UnsupportedError(
-                f"{name} chooses examples in one stack of layers, but the model has two: an encoder and a decoder"
+                f"{name} supports only models with one stack of layers, got an encoder-decoder model with two"
             )
         self.policy, self._states, self._patches = policy, given.states, ForwardPatches()
         self.layers, self._model = numbers.layers, model

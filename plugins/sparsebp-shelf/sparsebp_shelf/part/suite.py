@@ -82,7 +82,7 @@ def _check_choice(policy: PartSelector) -> None:
         require(name in sizes, f"{name_of(policy)}: {name!r} is no weight that it received")
         part.check(*sizes[name])
     check_repeatable(policy, lambda other: _numbers(_choose(other)))
-    wrong = f"{name_of(policy)}: what is outside of the parts is not trained, so it is neither exact nor unbiased"
+    wrong = f"{name_of(policy)}: declares exact or unbiased, but weights outside of the parts are not trained"
     require(not policy.exact and not policy.unbiased, wrong)
 
 

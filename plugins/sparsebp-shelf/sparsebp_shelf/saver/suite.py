@@ -114,7 +114,7 @@ def _check_draws(policy: InputSaver) -> None:
             text = f"{name_of(policy)}: is random but draws the same for every {what} of the step"
             require(any(differing(what, range(1, most))), text)
         elif what != "index":
-            text = f"{name_of(policy)}: draws for {held} steps, but another {what} changes what it draws"
+            text = f"{name_of(policy)}: keeps its draw for {held} steps, but another {what} changes the draw"
             require(not any(differing(what, range(1, 9))), text)
     if held is not None:
         same = not any(differing("index", range(1, held)))
@@ -124,7 +124,7 @@ def _check_draws(policy: InputSaver) -> None:
 
 def _check_exact(policy: InputSaver) -> None:
     same = all(torch.equal(_restore(policy, x_ND, Step(0)), x_ND) for x_ND in _inputs())
-    require(same or not policy.exact, f"{name_of(policy)}: says it is exact, but restores another input")
+    require(same or not policy.exact, f"{name_of(policy)}: declares exact, but restores another input")
 
 
 def _check_unbiased(policy: InputSaver) -> None:
@@ -136,7 +136,7 @@ def _check_unbiased(policy: InputSaver) -> None:
         for value, truth in ((draws, x_ND), (along, torch.ones(1, 1, dtype=torch.float64))):
             bound = _NUM_SIGMAS * value.std(0) / math.sqrt(_NUM_DRAWS) + 1e-6 * truth.abs()
             worst = float(((value.mean(0) - truth).abs() - bound).max())
-            require(worst <= 0, f"{name_of(policy)}: says it is unbiased, but the mean over draws is not the input")
+            require(worst <= 0, f"{name_of(policy)}: declares unbiased, but the mean over draws is not the input")
 
 
 def _check_kernels(policy: InputSaver) -> None:

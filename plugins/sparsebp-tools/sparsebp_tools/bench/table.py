@@ -9,11 +9,11 @@ from sparsebp_tools.bench import Benchmark, BenchmarkRow
 NUMBERS = ("kept", "speed-up", "quartiles", "limit", "reached", "flops", "saved", "peak")
 LEGEND = (
     "speed-up: forward + backward, over plain PyTorch in the same round; with quartiles of the rounds",
-    "limit, reached: what the FLOPs left would allow, and the share of that saving that came true",
-    "flops, saved, peak: executed in the backward, kept for it, and highest in use; plain PyTorch is 1",
-    "worth: dense rows or entries that a kept one must be worth: dense on less of the batch costs as much",
-    "choosing by norm can pay only where the gradients' effective sample size (over their number) is",
-    "below 1 / worth; `sparsebp validate --probe RECIPE` measures it, for tokens are random here",
+    "limit, reached: speed-up that the remaining FLOPs would allow, and the fraction of this saving that was reached",
+    "flops, saved, peak: FLOPs of the backward, memory saved for it, and peak memory; plain PyTorch is 1",
+    "worth: how many dense rows or entries a kept one must replace; dense on less of the batch costs as much",
+    "choosing by norm can pay only if the effective sample size of the gradients, as a fraction, is",
+    "below 1 / worth; `sparsebp validate --probe RECIPE` measures it (the tokens of bench are random)",
 )
 
 

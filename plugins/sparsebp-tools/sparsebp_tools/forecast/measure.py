@@ -138,16 +138,18 @@ def _find_rate(request: ForecastRequest, recipe: Recipe) -> tuple[float | None, 
         torch.mm(left, left)
         number += 1
     rate = 2.0 * SIDE**3 * number / seconds
-    return rate, "at least: by the rate of products of matrices alone, measured here just now"
+    return rate, "a lower bound, from the speed of matrix products measured just now on this machine"
 
 
 def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], own: StepForecast) -> list[str]:
-    found = ["operators' own temporaries and what an allocator rounds up or cannot reuse are not counted"]
+    found = [
+        "temporary tensors inside operators, and memory that an allocator rounds up or cannot reuse, are not counted"
+    ]
     if not request.gpu:
         found.append(
-            f"the forecast counts tensors and the process before them; a process on a CPU held up to {HELD_ON_CPU:g} "
-            "times as much: libraries' buffers, freed memory that the C library keeps, and copies of the weights to "
-            "save them"
+            "the forecast counts tensors and the process before its first tensor; on a CPU, processes held up to "
+            f"{HELD_ON_CPU:g} times as much: library buffers, freed memory that the C library keeps, and copies "
+            "of saved weights"
         )
     else:
         found += [
@@ -155,23 +157,23 @@ def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], ow
             "CUDA's context and the libraries' workspaces, about 0.5 to 1 GB, are not counted",
         ]
     if recipe.measure.probe_every is not None:
-        found.append("a probe is estimated: the passes of a step beside the gradients of both arms")
+        found.append(
+            "a probe (a measuring pass) is estimated: the passes of a step, plus the gradients of policy and dense"
+        )
     if recipe.training.compile:
         found.append("counted as it runs uncompiled; a compiled step fuses operators and may need less")
     if recipe.training.mixed_precision != "no":
         found.append("autocast by the rules of a CPU: on a GPU a few more operators, such as norms, run in float32")
     processes = recipe.target.options.get("processes", 1)
     if processes > 1:
-        found.append(f"one of {processes} processes, as if alone: DDP's buckets take as much as the gradients again")
+        found.append(f"one of {processes} processes, without DDP: its buckets need as much memory as the gradients")
     if recipe.target.options.get("sharding", "none") != "none":
         found.append("counted unsharded: fsdp2 divides weights, gradients and optimizer state by the processes")
     if any(kind.by_worker for kind in list_kinds(policies)):
-        found.append("passes that a policy makes besides, to choose examples, are not counted")
+        found.append("extra passes in which a policy chooses examples are not counted")
     if make_dense(recipe).training.optim != recipe.training.optim:
-        found.append(
-            f"the dense run uses adamw, because {recipe.training.optim} needs what the policy keeps or freezes"
-        )
+        found.append(f"the dense run uses adamw, because {recipe.training.optim} works only with the policy")
     if own.trial is not None:
-        found.append("the hours do not include trial passes, which run before a few steps only")
-    found.append("evaluations, generations and checkpoints are not rehearsed")
+        found.append("the hours leave out trial passes, which run before a few steps only")
+    found.append("evaluations, generations and checkpoints are not included")
     return found

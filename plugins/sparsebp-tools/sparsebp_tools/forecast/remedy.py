@@ -66,7 +66,7 @@ def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
         count = training.gradient_accumulation_steps * size
         smaller = training.model_copy(update={"per_device_train_batch_size": 1, "gradient_accumulation_steps": count})
         settings = ("training.per_device_train_batch_size=1", f"training.gradient_accumulation_steps={count}")
-        text = "the same gradient, where a policy does not compare the examples of a batch; slower on a GPU"
+        text = "the same gradient, unless a policy compares the examples of a batch; slower on a GPU"
         yield RecipeChange(settings, recipe.model_copy(update={"training": smaller}), True, text, 1.0 / size)
     if size > 1 and is_stored:
         made = backward.model_copy(update={"checkpointing": "full"})
@@ -79,7 +79,7 @@ def _other(recipe: Recipe) -> Iterator[RecipeChange]:
         return
     model = recipe.model.model_copy(update={"lora": LoraSection(r=RANK, lora_alpha=2 * RANK)})
     adapted = recipe.model_copy(update={"model": model})
-    text = "another training: low-rank adapters alone, which need another learning rate"
+    text = "a different training: only low-rank adapters, which need another learning rate"
     yield RecipeChange((f"model.lora={{r: {RANK}, lora_alpha: {2 * RANK}}}",), adapted, False, text)
     if recipe.backward.checkpointing == "none" and recipe.backward.segments is None:
         backward = recipe.backward.model_copy(update={"checkpointing": "full"})

@@ -108,8 +108,8 @@ class Card:
         lines = ["\n".join(f"| {' | '.join(map(_escape, row))} |" for row in rows)]
         if any(one.low is not None for one in self.figures):
             lines.append(
-                f"The intervals are over the {judged} examples, in clusters: another draw of examples. "
-                "They say nothing of another seed."
+                f"The intervals are over the {judged} examples, in clusters: another draw of examples. They do "
+                "not cover other seeds."
             )
         if self.beside.seeds:
             lines.append(
@@ -129,22 +129,34 @@ class Card:
         data, model = recipe["dataset"], recipe["model"]
         judged = f"{_name_judged(recipe)} examples of `{_base_name(data['name'])}`"
         yield f"It was judged on {judged} alone, and on nothing else."
-        yield "Nobody looked for bias, unsafe answers or memorised texts in it; what its base has of these it has, too."
+        yield "Nobody tested it for bias, unsafe answers or memorised texts. It inherits those of its base model."
         yield "The licences of its base and of its data apply to it."
         if not self.beside.verdict and not _is_dense(recipe):
-            yield "It was not compared with dense training of the same recipe: what its policy cost is not known."
+            yield (
+                "It was not compared with dense training of the same recipe, so the loss of quality through its "
+                "policy is unknown."
+            )
         if self.weights.kind == "best":
-            yield f"Its step was chosen by `{self.weights.metric}` on the validation split, whose numbers flatter it."
+            yield (
+                f"Its step was chosen by `{self.weights.metric}` on the validation split, so that split's numbers "
+                "are too good."
+            )
         if self.weights.kind == "checkpoint" and self.weights.step < recipe["training"]["max_steps"]:
             yield f"Its training was not finished: {recipe['training']['max_steps']:,} steps were planned."
         if any(end.get("cause") == "limit" for end in self.history.ends):
             yield f"A limit ended its training after step {self.weights.step:,}."
         if model["float8"] is not None:
-            yield "It was trained and judged with linears in float8; loaded from here they multiply in its own type."
+            yield (
+                "It was trained and evaluated with linear layers in float8. Loaded from here, they multiply in the "
+                "dtype of the weights."
+            )
         if model["quantization"] is not None:
             kind = model["quantization"]["type"]
-            yield f"Its base was quantised to {kind} and is stored as the numbers of that."
-            yield f"Quantised again, as in QLoRA, it mostly loses what it learnt: train on its adapter over {kind}."
+            yield f"Its base was quantised to {kind}; these files store the dequantised numbers."
+            yield (
+                "If you quantise it again, as in QLoRA, it loses most of what it learnt: continue with its adapter "
+                f"over {kind} instead."
+            )
 
     def _repeat(self, recipe: dict[str, Any]) -> str:
         environment: Mapping[str, Any] = self.history.environments[-1] if self.history.environments else {}
