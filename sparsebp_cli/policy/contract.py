@@ -276,8 +276,8 @@ class GradientSelector(Policy):
     )
     layers: list[int] | None = Field(
         None,
-        description="Numbers of the transformer layers in which the policy acts, from 0, or from the end as -1. "
-        "Layers of an encoder are counted before those of the decoder. Other layers stay dense. null: all.",
+        description="Transformer layers in which the policy acts: numbers from 0, or from the end as -1; an "
+        "encoder's layers come first. Other layers stay dense. null: all.",
     )
     keep_warmup_steps: NonNegativeInt = Field(
         0,

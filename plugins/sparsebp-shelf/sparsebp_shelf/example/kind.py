@@ -124,8 +124,8 @@ _WEIGHING: rule.Conditions = {"weighs": (True,)}  # returns weights of examples
 _COMPARING: rule.Conditions = {"compares": (True,)}  # compares with a reference
 EXAMPLE_SELECTOR = Kind(
     ExampleSelector,
-    asked="The policy decides before each training forward. If it needs losses to decide, the step's cost includes "
-    "them. Exact if it chooses all examples. Otherwise biased without weights, because the loss is a mean over "
+    asked="The policy decides before each training forward. The step's cost includes losses that it computes for "
+    "this. Exact if it chooses all examples. Otherwise biased without weights, because the loss is a mean over "
     "targets and examples have unequally many. Unbiased with weights if each example's mean weight over random "
     "draws is 1 (0 if left out) and the loss is divided by the number of targets of the whole batch. [Train only "
     "some tokens or examples](../guide/tokens.md)\n",

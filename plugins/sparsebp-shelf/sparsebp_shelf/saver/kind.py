@@ -36,9 +36,8 @@ class InputSaver(Policy):
     layers: list[int] | None = Field(
         None,
         description=(
-            "Numbers of the transformer layers in which the policy saves inputs in less memory, from 0, or from the "
-            "end as -1. Layers of an encoder are counted before those of the decoder. Other layers save whole "
-            "inputs. null: all."
+            "Transformer layers in which the policy saves inputs in less memory: numbers from 0, or from the end "
+            "as -1; an encoder's layers come first. Other layers save whole inputs. null: all."
         ),
     )
 
