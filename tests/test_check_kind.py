@@ -76,7 +76,9 @@ def test_a_kind_of_a_package_is_refused_by_the_table_with_its_own_words(depth: A
     policy = depth.RandomDepth()
     with pytest.raises(UnsupportedError, match=r"RandomDepth needs sites='linears', got 'nodes'"):
         sbp.attach(model, policy, sites="nodes", optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(UnsupportedError, match=r"RandomDepth needs attach\(optimizer=...\): one choice holds"):
+    with pytest.raises(
+        UnsupportedError, match=r"RandomDepth needs attach\(optimizer=...\): the choice of layers changes"
+    ):
         sbp.attach(model, policy)
     with pytest.raises(UnsupportedError, match="RandomDepth and Lossless in one"):
         sbp.attach(model, [policy, "lossless"], optimizer=torch.optim.SGD(model.parameters(), 0.1))

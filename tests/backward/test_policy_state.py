@@ -350,8 +350,8 @@ class MeasuresElsewhere(Momentum):
     [
         (MeasuresByChance(), "measure uses a global random generator"),
         (MeasuresInPlace(), "measure returns other values when called again"),
-        (MeasuresNothing(), "observes SiteGradient, but measures nothing of it"),
-        (MeasuresElsewhere(), "observes WeightGradient, which a policy of its kind is not shown"),
+        (MeasuresNothing(), "observes SiteGradient, but measure returns nothing for it"),
+        (MeasuresElsewhere(), "observes WeightGradient, which policies of its kind do not receive"),
     ],
 )
 def test_the_suite_finds_a_measure_that_breaks_a_promise(policy: Momentum, text: str) -> None:

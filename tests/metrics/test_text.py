@@ -156,7 +156,7 @@ def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
         (len, "is no TextMetric"),
         (TextMetric(len, {"Pass@1": Figure("higher")}), "'Pass@1' must be lower-case"),  # type: ignore[arg-type]
         (TextMetric(len, {"one": Figure("up")}), "better must be lower or higher, got 'up'"),  # type: ignore[arg-type]
-        (TextMetric(len, {}), "declares no number"),  # type: ignore[arg-type]
+        (TextMetric(len, {}), "declares no figure"),  # type: ignore[arg-type]
     ],
 )
 def test_a_broken_entry_is_refused(monkeypatch: pytest.MonkeyPatch, offered: object, message: str) -> None:

@@ -156,7 +156,7 @@ def test_a_router_that_keeps_everything_keeps_the_contract() -> None:
         (_UsesGlobalGenerator, "global random generator"),
         (_ChangesGradient, "changes what it receives"),
         (_Forgets, "decides differently when called again"),
-        (_Remembers, "a resumed run decides differently"),
+        (_Remembers, "decides differently in a resumed run"),
         (_SameAtEveryStep, "draws the same for every index"),
         (_SaysExact, "declares exact"),
         (_SaysUnbiased, "declares unbiased"),

@@ -44,7 +44,9 @@ def test_a_column_that_the_trainer_removes_is_missed_by_name(door: Make, tmp_pat
     examples = [{**example, "marked": example["labels"].ne(-100).long()} for example in make_examples(4)]
     policy = {"name": "tokens", "score": "mask", "mask_column": "marked"}
     trainer = door(Trainer, [policy], {}, model=make_model(), args=make_arguments(tmp_path), train_dataset=examples)
-    with pytest.raises(UsageError, match=r"column 'marked', and the batch has none: .*remove_unused_columns=False"):
+    with pytest.raises(
+        UsageError, match=r"column 'marked', which the batch does not have: .*remove_unused_columns=False"
+    ):
         trainer.train()
     assert is_free(trainer)
 

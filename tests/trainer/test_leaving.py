@@ -146,7 +146,7 @@ def test_a_callback_that_has_not_joined_says_what_to_do(tmp_path: Path) -> None:
         "train_dataset": make_examples(8),
     }
     trainer = Trainer(callbacks=[callback], **arguments)
-    with pytest.raises(UsageError, match=r"call callback.join\(trainer\) before train\(\)"):
+    with pytest.raises(UsageError, match=r"call callback.join\(trainer\) before trainer.train\(\)"):
         trainer.train()
     assert callback.join(trainer) is callback
     trainer.train()

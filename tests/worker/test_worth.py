@@ -195,7 +195,7 @@ def test_what_micro_batches_share_is_named_as_not_measured(
         recipe = tiny_recipe(policy=policy, training={"gradient_accumulation_steps": steps})
         candidates, left_out = find_candidates(recipe, all_policies=False)
         assert len(candidates) == number
-        assert all("micro-batches of a step share" in one["why"] for one in left_out)
+        assert all("shares work between micro-batches" in one["why"] for one in left_out)
         assert len(left_out) == 1 - number
 
 

@@ -170,7 +170,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(PolicyError, match=r"attach\(\.\.\., num_steps=\.\.\.\)"):
         sbp.attach(model, GradES(threshold=1.0), optimizer=optimizer)
-    with pytest.raises(PolicyError, match="weight matrices of transformer layers, but the model trains none"):
+    with pytest.raises(PolicyError, match="weight matrices of transformer layers, but the model trains no such matrix"):
         sbp.attach(nn.Linear(2, 2), GradES(threshold=1.0, grace=0.0), optimizer=optimizer)
     with pytest.raises(UnsupportedError, match="GradES observes gradients of parameters, which update='eager' frees"):
         sbp.attach(model, GradES(threshold=1.0), optimizer=optimizer, num_steps=4, update="eager")

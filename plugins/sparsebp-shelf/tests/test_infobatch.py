@@ -253,7 +253,7 @@ def test_half_keeps_the_contract() -> None:
         (_GlobalGenerator, "global random generator"),
         (_SameInEveryEpoch, "draws the same for every epoch"),
         (_ChangesLosses, "changes what it receives"),
-        (_OtherNumber, "examples of an epoch, its control"),
+        (_OtherNumber, "examples of an epoch, but its control"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -167,7 +167,10 @@ def _check_claim(policy: InputSaver) -> None:
 def _check_resume(policy: InputSaver) -> None:
     one, two, three = (through_json(policy) for _ in range(3))
     straight, resumed = train_network(one, num_steps=6), train_network(two, num_steps=6, stop=3, resume_with=three)
-    require(equal(straight, resumed), f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
+    require(
+        equal(straight, resumed),
+        f"{name_of(policy)}: decides differently in a resumed run, because it keeps hidden state",
+    )
 
 
 _CHECKS: tuple[Callable[[InputSaver], None], ...] = (
