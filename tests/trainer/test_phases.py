@@ -116,7 +116,7 @@ def test_what_cannot_be_a_schedule_is_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="give only one of policies and schedule, got both"):
         PolicyCallback(ROWS, schedule=SCHEDULE)
-    with pytest.raises(UnsupportedError, match="chooses the examples of a whole epoch"):
+    with pytest.raises(UnsupportedError, match="chooses the examples of an epoch"):
         make([{"until": 0.5, "policy": "dense"}, {"policy": {"name": "infobatch"}}])
     with pytest.raises(UsageError, match=r"0.01 leaves phase 0 without a step, because num_steps is 8"):
         make([{"until": 0.01, "policy": "dense"}, {"policy": DRAWN}])
