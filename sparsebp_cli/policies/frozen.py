@@ -87,10 +87,7 @@ class Frozen(ParameterSelector):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")
         if self.order == "independent" and self.learning_rate == "cycle":
-            raise ValueError(
-                "learning_rate: cycle needs rounds through all layers, which order: independent has "
-                "not; use learning_rate: turn"
-            )
+            raise ValueError("learning_rate: cycle needs rounds through all layers, not order: independent; use turn")
         return self
 
     @property
@@ -131,9 +128,7 @@ class Frozen(ParameterSelector):
             return chosen
         layers = _layers(parameters, chosen)
         if not layers:
-            raise PolicyError(
-                "turn: layers needs trained parameters in transformer layers, but train and freeze leave none"
-            )
+            raise PolicyError("turn: layers needs a transformer layer with a trained parameter")
         resting = set(layers) - find_in_turn(layers, self.order, self.every, self.at_once, step)
         return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
 

@@ -33,8 +33,7 @@ class MaxChild(ChildRouter):
 
     ties: Literal["first", "all", "random"] = Field(
         "first",
-        description="Where to continue if several children have equally large gradients, as in a residual sum. all: "
-        "into all of them.",
+        description="Where to continue if several children have equally large gradients, as in a residual sum.",
     )
 
     @property

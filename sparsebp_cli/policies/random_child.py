@@ -15,9 +15,7 @@ class ChildRouter(EdgeRouter):
     """A router that selects among competing children. It always continues into an only child."""
 
     leaves: Literal["compete", "always"] = Field(
-        "compete",
-        description="compete: parameters and inputs compete. always: parameters accumulate every gradient "
-        "that arrives; only inputs compete.",
+        "compete", description="Whether parameters compete with inputs, or always accumulate the gradient that arrives."
     )
 
     @property

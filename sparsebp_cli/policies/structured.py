@@ -34,22 +34,16 @@ _PLACES = {"rows": ("batch", "example"), "elements": ("batch", "example", "row")
 class StructuredSelector(GradientSelector):
     """A gradient selector that scores parts of the gradient and keeps the parts of largest score."""
 
-    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        description="Fraction of the gradient that is kept, in (0, 1]; 1.0 is dense."
-    )
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Fraction of the gradient to keep; 1.0 is dense.")
     along: Literal["rows", "columns", "blocks", "elements", "2:4"] = Field(
         "rows",
         description="What is selected. rows: token positions. columns: output features. blocks: rectangles of "
         "positions and features. elements: single entries. 2:4: two of every four neighbouring features in each row.",
     )
     within: Literal["batch", "example", "row"] = Field(
-        "batch",
-        description="Where the fraction keep is counted. batch: in the whole gradient. example: in each "
-        "example. row: in each row.",
+        "batch", description="Whether keep is a fraction of the whole gradient, of each example or of each row."
     )
-    block: tuple[PositiveInt, PositiveInt] = Field(
-        (32, 32), description="Size of a block: number of token positions, number of output features."
-    )
+    block: tuple[PositiveInt, PositiveInt] = Field((32, 32), description="Size of a block: positions, output features.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -59,9 +53,7 @@ class StructuredSelector(GradientSelector):
                 f"within: {self.within} is not allowed with along: {self.along}; allowed: {', '.join(places)}"
             )
         if self.along == "2:4" and self.keep not in (0.5, 1.0):
-            raise ValueError(
-                f"along: 2:4 keeps half of the gradient, so keep must be 0.5, or 1.0 for dense, got {self.keep}"
-            )
+            raise ValueError(f"along: 2:4 keeps half, so keep must be 0.5, or 1.0 for dense, got {self.keep}")
         if self.along == "2:4" and self.keep_warmup_steps:
             raise ValueError("along: 2:4 keeps half of the gradient at every step: keep_warmup_steps must be 0")
         return self

@@ -26,8 +26,7 @@ class TopK(StructuredSelector):
     """Keep the rows, columns, blocks or elements of largest norm."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To try a selection quickly; always compare with random at the same `keep`. Exclude the head, so that it "
-        "stays dense.",
+        use="To try a selection quickly; always compare with random at the same `keep`. Keep the head dense.",
         year=2017,
         saves=("time",),
         work="(1 + 2 * keep) / 3",
@@ -40,9 +39,7 @@ class TopK(StructuredSelector):
         code="lancopku/meProp, no licence.",
     )
 
-    by: Literal["l1", "l2"] = Field(
-        "l2", description="Norm that ranks rows, features or blocks. Single entries are ranked by magnitude."
-    )
+    by: Literal["l1", "l2"] = Field("l2", description="Norm that ranks rows, features or blocks. Entries: magnitude.")
 
     @property
     def unbiased(self) -> bool:

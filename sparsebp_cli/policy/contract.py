@@ -285,8 +285,7 @@ class GradientSelector(Policy):
     )
     error_feedback: bool = Field(
         False,
-        description="Whether each step adds what the previous step cut from a layer's gradient, before the policy "
-        "selects.",
+        description="Whether each step adds what the last step cut from a layer's gradient, before the selection.",
     )
 
     @abstractmethod

@@ -107,8 +107,7 @@ EPOCH_SELECTOR = Kind(
         not_with("format", ("regression",), "it weights cross-entropy losses only"),
         not_with("segments", GIVEN, "it weights the losses of examples outside of the model"),
         Rule(
-            "{policy} chooses the examples of a whole epoch, but a phase of a schedule can end within an "
-            "epoch: use one phase",
+            "{policy} chooses the examples of a whole epoch, but phases can end within one: leave out the schedule",
             options={"phases": SEVERAL},
         ),
     ),

@@ -105,9 +105,8 @@ _OF_UPDATES: Conditions = {"shares_updates": (True,)}
 
 BATCH_PACKER = Kind(
     BatchPacker,
-    asked="Before each training forward, the policy decides whether to skip token positions. Exact up to rounding; "
-    "`verify` compares the gradient with an ordinary backward pass. [Same gradient, less "
-    "work](../guide/lossless.md)\n",
+    asked="Before each training forward, the policy decides which token positions to skip. Exact up to rounding; "
+    "`verify` compares the gradient with an ordinary backward. [Same gradient, less work](../guide/lossless.md)\n",
     extensions=((500, "sparsebp_cli.backward.kind.packing.extension:PackingExtension"),),
     suite="sparsebp_cli.testing.packer:check_batch_packer",
     shortens=True,

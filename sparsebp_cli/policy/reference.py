@@ -19,9 +19,7 @@ class ReferenceReader(Policy):
     the two options. In your own training loop, pass the reference model as ``attach(reference=...)``."""
 
     reference: str | None = Field(
-        None,
-        description="Name or path of a reference model. The policy compares losses with those of this model. "
-        "null: none.",
+        None, description="Name or path of the reference model whose losses the policy compares with; null: none."
     )
     reference_scores: Literal["cached", "fly"] = Field(
         "cached",

@@ -95,9 +95,8 @@ class EdgeRouter(Policy):
 
 EDGE_ROUTER = Kind(
     EdgeRouter,
-    asked="The policy needs `backward.sites: nodes`. It is exact only if the backward follows every edge, and never "
-    "unbiased, because no weights replace the other edges. SparseBP counts its FLOPs during the run, without an "
-    "estimate before.\n",
+    asked="The policy needs `backward.sites: nodes`. Exact only if the backward follows every edge; never unbiased, "
+    "because no weights replace the other edges. FLOPs are counted only during the run.\n",
     suite="sparsebp_cli.testing.router:check_router",
     at_sites=True,
     adapter="sparsebp_cli.backward.node.site:make_adapter",

@@ -25,9 +25,7 @@ class Schedule(BaseModel):
         1.0, description="Fraction of the training's steps over which the value changes, in (0, 1]."
     )
     by: Literal["linear", "cosine", "step"] = Field(
-        "linear",
-        description="Curve of the change. cosine is flat at both ends. step changes at once, after the "
-        "fraction `over` of the steps.",
+        "linear", description="Curve of the change. cosine: flat at both ends. step: at once, after fraction `over`."
     )
 
     def value(self, index: int, num_steps: int) -> float:

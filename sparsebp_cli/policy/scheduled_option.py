@@ -56,8 +56,7 @@ def needs_length(policy: Policy, num_steps: int | None) -> None:
     if policy.schedules and num_steps is None:
         name = next(iter(policy.schedules))
         raise UsageError(
-            f"{type(policy).__name__}: {name} follows a schedule, which needs the number of steps: pass "
-            "attach(num_steps=...)"
+            f"{type(policy).__name__}: {name} follows a schedule: pass the number of steps to attach(num_steps=...)"
         )
 
 

@@ -30,8 +30,7 @@ class ScoredTokenSelector(TokenSelector):
         "unless band is given.",
     )
     within: Literal["batch", "example"] = Field(
-        "batch",
-        description="batch: choose among all target tokens of the batch. example: choose in each example separately.",
+        "batch", description="batch: choose among all target tokens of the batch. example: in each example separately."
     )
     band: tuple[Quantile, Quantile] | None = Field(
         None,
@@ -47,9 +46,8 @@ class ScoredTokenSelector(TokenSelector):
     )
     carry: Literal["trained", "real", "column", "random"] = Field(
         "trained",
-        description="In modes detach and stop: positions whose gradient is computed. trained: only trained "
-        "positions. real: all but padding. column: also positions that carry_column marks. random: also random "
-        "positions.",
+        description="Positions whose gradient is computed in modes detach and stop. trained: only trained positions. "
+        "real: all but padding. column: also those that carry_column marks. random: also random ones.",
     )
     carry_column: str | None = Field(
         None, description="With 'carry: column': column of the data that marks these positions."
@@ -69,11 +67,9 @@ class ScoredTokenSelector(TokenSelector):
         if self.keep_warmup_steps and self.keep is None:
             raise ValueError("keep_warmup_steps needs keep")
         if (self.carry == "column") != (self.carry_column is not None):
-            raise ValueError(
-                "carry: column needs carry_column, and carry_column needs carry: column: give both or neither"
-            )
+            raise ValueError("carry: column needs carry_column, and the reverse: give both or neither")
         if (self.carry == "random") != (self.carry_keep is not None):
-            raise ValueError("carry: random needs carry_keep, and carry_keep needs carry: random: give both or neither")
+            raise ValueError("carry: random needs carry_keep, and the reverse: give both or neither")
         if self.carry != "trained" and self.mode == "exact":
             raise ValueError(
                 f"carry: {self.carry} needs mode: detach or stop; mode: exact computes the gradient of all positions"

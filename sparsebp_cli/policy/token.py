@@ -143,10 +143,9 @@ def _find_facts(policy: TokenSelector) -> Mapping[str, object]:
 
 TOKEN_SELECTOR = Kind(
     TokenSelector,
-    asked="The policy scores tokens before each training forward; the step's cost includes this. Exact if all "
-    "targets are trained and no position's gradient is skipped. Unbiased if targets are drawn at random from the "
-    "whole batch and no position's gradient is skipped. [Train only some tokens or "
-    "examples](../guide/tokens.md)\n",
+    asked="The policy scores tokens before each training forward; the step's cost includes this. Exact if all targets "
+    "are trained and no gradient is skipped. Unbiased if targets are drawn from the whole batch and no gradient is "
+    "skipped. [Train only some tokens or examples](../guide/tokens.md)\n",
     # With a batch packer, it must choose among the labels before the packer runs, so its chooser wraps the packer.
     extensions=(
         (100, "sparsebp_cli.backward.kind.token.extension:make_extension"),

@@ -80,17 +80,11 @@ def _check_exact(policy: EpochSelector) -> None:
     for epoch, step in _cases():
         visits = _choose(policy, epoch, step)
         dense = visits is None or (len(visits.index_K) == len(epoch.loss_N) and bool((visits.weight_K == 1.0).all()))
-        require(
-            dense or not policy.exact,
-            f"{name_of(policy)}: declares exact, but leaves out examples in epoch {epoch.number}",
-        )
+        require(dense or not policy.exact, f"{name_of(policy)}: declares exact, but selects in epoch {epoch.number}")
 
 
 def _check_unbiased(policy: EpochSelector) -> None:
-    require(
-        policy.unbiased or not policy.exact,
-        f"{name_of(policy)}: declares exact, but not unbiased: an exact policy is also unbiased",
-    )
+    require(policy.unbiased or not policy.exact, f"{name_of(policy)}: declares exact, but not unbiased")
     if not policy.unbiased:
         return
     for epoch, step in _cases():

@@ -23,9 +23,7 @@ def _check_decision(policy: BatchPacker) -> None:
     for size in SIZES:
         decided = policy.packs(size)
         require(isinstance(decided, bool), f"{name_of(policy)}: packs must return True or False, got {decided!r}")
-    require(
-        not policy.packs(WHOLE), f"{name_of(policy)}: packs returned True for a batch in which nothing can be skipped"
-    )
+    require(not policy.packs(WHOLE), f"{name_of(policy)}: packs a batch in which nothing can be skipped")
     require(any(policy.packs(size) for size in SIZES), f"{name_of(policy)}: packs nothing")
 
 

@@ -79,9 +79,7 @@ def _check_control(policy: Policy) -> None:
     require(isinstance(control, same), f"{name}: its control is of another kind: it must be a {same.__name__}")
     require(control.control is None, f"{name}: its control has a control: name a policy that draws at random")
     budgets = (getattr(policy, "budget", None), getattr(control, "budget", None))
-    require(
-        budgets[0] == budgets[1], f"{name}: its budget is {budgets[0]}, but the budget of its control is {budgets[1]}"
-    )
+    require(budgets[0] == budgets[1], f"{name}: its budget is {budgets[0]}, but its control has {budgets[1]}")
 
 
 def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Policy:

@@ -141,9 +141,7 @@ def _check_index(name: str, index_K: Tensor, num_choices: int) -> None:
     require(index_K.dtype == torch.int64 and index_K.dim() == 1, f"{name}: index_K must be one dimension of int64")
     inside = index_K.numel() == 0 or (int(index_K.min()) >= 0 and int(index_K.max()) < num_choices)
     require(inside, f"{name}: index_K must be in [0, {num_choices}), got {index_K.tolist()}")
-    require(
-        len(set(index_K.tolist())) == index_K.numel(), f"{name}: index_K contains a number twice: {index_K.tolist()}"
-    )
+    require(len(set(index_K.tolist())) == index_K.numel(), f"{name}: index_K has a number twice: {index_K.tolist()}")
 
 
 def _check_budget(policy: GradientSelector) -> None:
@@ -215,9 +213,7 @@ def _check_unbiased(policy: GradientSelector) -> None:
             error = (value.mean(0) - truth).abs()
             bound = _NUM_SIGMAS * value.std(0) / math.sqrt(_NUM_DRAWS) + 1e-6 * truth.abs()
             worst = float((error - bound).max())
-            require(
-                worst <= 0, f"{name_of(policy)}: declares unbiased, but the mean over draws is not the dense gradient"
-            )
+            require(worst <= 0, f"{name_of(policy)}: declares unbiased, but the mean over draws is not the gradient")
 
 
 def _check_kernels(policy: GradientSelector) -> None:
@@ -258,7 +254,7 @@ def _check_resume(policy: GradientSelector) -> None:
     one, two, three = (through_json(policy) for _ in range(3))
     straight, resumed = train_network(one, num_steps=6), train_network(two, num_steps=6, stop=3, resume_with=three)
     same = equal(straight, resumed)
-    require(same, f"{name_of(policy)}: decides differently in a resumed run, because it keeps hidden state")
+    require(same, f"{name_of(policy)}: decides differently in a resumed run: it keeps hidden state")
 
 
 def check_keep_all(policy: Policy) -> None:

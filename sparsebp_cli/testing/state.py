@@ -126,9 +126,7 @@ def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
         require(same(seen, found), f"{name}: measure returns other values {text}")
     for observed in policy.observes:
         mine = [seen for seen in shown if type(seen) is observed]
-        require(
-            bool(policy.look(mine, step)), f"{name}: observes {observed.__name__}, but measure returns nothing for it"
-        )
+        require(bool(policy.look(mine, step)), f"{name}: observes {observed.__name__}, but measure returns nothing")
     return found
 
 

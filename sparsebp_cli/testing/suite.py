@@ -41,7 +41,7 @@ def check_repeatable(
     require(same(before, (place, more)), f"{name}: changes what it receives")
     text = f"{name}: decides differently when called again at the same step"
     require(same(first, ask(policy, *place, **more)), text)
-    text = f"{name}: decides differently in a resumed run, because it keeps hidden state"
+    text = f"{name}: decides differently in a resumed run: it keeps hidden state"
     require(same(first, ask(through_json(policy), *place, **more)), text)
 
 

@@ -127,9 +127,7 @@ def _check_resume(policy: TokenSelector) -> None:
         for tokens in _batches(policy):
             used.choose(tokens, Step(index, state=first_state(policy)))
     later = [used.choose(tokens, _late(policy)) for tokens in _batches(policy)]
-    require(
-        same(fresh, later), f"{name_of(policy)}: decides differently in a resumed run, because it keeps hidden state"
-    )
+    require(same(fresh, later), f"{name_of(policy)}: decides differently in a resumed run: it keeps hidden state")
 
 
 def _choose(policy: TokenSelector, tokens: Tokens) -> TokenChoice:

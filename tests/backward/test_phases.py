@@ -171,7 +171,7 @@ def test_a_user_who_detaches_in_a_phase_has_the_model_back() -> None:
         (
             phases(DENSE, [{"name": "infobatch"}]),
             UnsupportedError,
-            "InfoBatch chooses the examples of a whole epoch, but a phase of a schedule",
+            "InfoBatch chooses the examples of a whole epoch, but phases can end within one",
         ),
         (phases(DENSE, COMPARING), UsageError, "needs a reference model: pass attach"),
     ],

@@ -226,7 +226,7 @@ def test_a_state_of_another_policy_is_refused() -> None:
     _, _, engine = make(Momentum())
     state = engine.state_dict()
     state["policy_state"] = {"0/steps": 1}
-    with pytest.raises(UsageError, match="the loaded state is not of Momentum"):
+    with pytest.raises(UsageError, match="the state is not of Momentum"):
         engine.load_state_dict(state)
     with pytest.raises(UsageError, match="the loaded state is not a state of an engine"):
         make("dense")[2].load_state_dict(engine.state_dict())
@@ -350,7 +350,7 @@ class MeasuresElsewhere(Momentum):
     [
         (MeasuresByChance(), "measure uses a global random generator"),
         (MeasuresInPlace(), "measure returns other values when called again"),
-        (MeasuresNothing(), "observes SiteGradient, but measure returns nothing for it"),
+        (MeasuresNothing(), "observes SiteGradient, but measure returns nothing"),
         (MeasuresElsewhere(), "observes WeightGradient, which policies of its kind do not receive"),
     ],
 )

@@ -188,6 +188,6 @@ def test_a_wrong_schedule_is_refused_by_the_name_of_its_option(name: str, option
 
 def test_a_schedule_needs_the_length_of_the_training() -> None:
     with pytest.raises(
-        UsageError, match=r"TopK: keep follows a schedule, which needs the number of steps: pass attach\(num_steps"
+        UsageError, match=r"TopK: keep follows a schedule: pass the number of steps to attach\(num_steps"
     ):
         sbp.attach(make_model(), {"name": "topk", "keep": FALL})

@@ -195,7 +195,7 @@ def test_state_on_a_gpu_is_moved_to_the_cpu_and_back() -> None:
 
 def test_a_cycle_needs_turns_that_go_round_and_no_eager_update() -> None:
     with pytest.raises(
-        PolicyError, match="learning_rate: cycle needs rounds through all layers, which order: independent"
+        PolicyError, match="learning_rate: cycle needs rounds through all layers, not order: independent"
     ):
         make_policy("frozen", turn="layers", order="independent", learning_rate="cycle")
     with pytest.raises(PolicyError, match="learning_rate needs turn: layers"):

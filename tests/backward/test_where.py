@@ -96,7 +96,7 @@ def test_one_selector_at_all_sites_is_two_at_halves_of_them() -> None:
         (
             [First(where=["*.up"]), Last(layers=[1])],
             UsageError,
-            "First and Last both act at 'layers.1.up': set where or layers so that only one of them does",
+            "First and Last both act at 'layers.1.up': separate them by where or layers",
         ),
         ([First(where=["*.upp"])], UsageError, r"where: '\*.upp' matches no site$"),
     ],

@@ -146,7 +146,7 @@ def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
     ("options", "text"),
     [
         ({"score": "loss"}, "score: loss needs keep"),
-        ({"score": "mask", "keep": 0.5}, "score: mask trains all marked tokens, without a choice: leave out keep"),
+        ({"score": "mask", "keep": 0.5}, "score: mask trains all marked tokens: leave out keep"),
         ({"score": "mask", "within": "example"}, "leave out within"),
         ({"score": "random", "band": [0.1, 0.2]}, "random does not support band"),
         ({"score": "excess", "keep": 0.5}, "score: excess needs the option reference"),
@@ -161,7 +161,7 @@ def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
         ({"score": "mask", "carry_column": "prompt", "mode": "detach"}, "give both or neither"),
         (
             {"score": "mask", "carry": "random", "mode": "stop"},
-            "carry: random needs carry_keep, and carry_keep needs carry: random",
+            "carry: random needs carry_keep, and the reverse",
         ),
         ({"score": "mask", "carry": "random", "carry_keep": 0.5}, "carry: random needs mode: detach"),
         ({"score": "mask", "carry": "real"}, "carry: real needs mode: detach"),

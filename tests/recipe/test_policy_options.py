@@ -27,7 +27,7 @@ POLICY = SMALL + "policy:\n  - name: "
         ("topk\n    keep: '0.5'", "7:11: policy.0.keep: must be a number, got '0.5' (text); write it without quotes"),
         ("topk\n    keep: true", "7:11: policy.0.keep: must be a number, got true"),
         ("topk\n    keep:", "7:10: policy.0.keep: must be a number, got nothing"),
-        ("topk", "6:5: policy.0.keep: missing (Fraction of the gradient that is kept, in (0, 1]; 1.0 is dense)"),
+        ("topk", "6:5: policy.0.keep: missing (Fraction of the gradient to keep; 1.0 is dense)"),
         (
             "topk\n    kepe: 1",
             "7:5: policy.0.kepe: unknown key 'kepe'; allowed: where, layers, keep_warmup_steps, error_feedback, keep, "
@@ -174,7 +174,7 @@ def test_a_name_that_two_distributions_offer_is_broken_and_both_are_named(instal
         ({"keep": float("nan")}, "policy 'topk': keep: must be a finite number, got nan (a number)"),
         ({"keep": 10**5000}, "policy 'topk': keep: must be a number, got a huge number"),
         ({"keep": object}, "policy 'topk': keep: must be a number, got <class 'object'>"),
-        ({}, "policy 'topk': keep: missing (Fraction of the gradient that is kept, in (0, 1]; 1.0 is dense)"),
+        ({}, "policy 'topk': keep: missing (Fraction of the gradient to keep; 1.0 is dense)"),
     ],
 )
 def test_the_library_says_the_same_words(options: dict[str, object], expected: str) -> None:

@@ -143,8 +143,8 @@ def test_what_is_wrong_in_a_phase_is_one_line_with_its_place(refuse: Refuse, old
         (
             "{name: infobatch}",
             "training.seed=0",
-            "schedule.1.policy.0.name: 'infobatch' chooses the examples of a whole epoch, but a phase "
-            "of a schedule can end within an epoch: use one phase",
+            "schedule.1.policy.0.name: 'infobatch' chooses the examples of a whole epoch, but "
+            "phases can end within one: leave out the schedule",
         ),
         (
             "{name: dropbp, keep: 0.5, sensitivity_at: 0.5}",

@@ -94,5 +94,5 @@ def test_the_kept_share_reaches_every_callback_and_the_end(door: Make, tmp_path:
 
 @pytest.mark.parametrize("every", [0, -3])
 def test_a_wrong_interval_is_refused(every: int) -> None:
-    with pytest.raises(UsageError, match=f"log_flops_every must be at least 1, or None, got {every}"):
+    with pytest.raises(UsageError, match=f"log_flops_every must be None or a whole number of 1 or more, got {every}"):
         sbp.PolicyCallback([], log_flops_every=every)

@@ -61,7 +61,7 @@ def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: 
         (
             {"backward": {"exclude": ["lm_haed"]}},
             UsageError,
-            "matches no linear layer of the model; did you mean lm_head",
+            "matches no linear layer; did you mean lm_head",
         ),
         ({"backward": {"execution": "quick"}}, UsageError, "execution: got 'quick', allowed: 'fast', 'reference'"),
         ({"backward": {"segment": 3}}, UsageError, "unknown key 'segment'.*did you mean segments"),

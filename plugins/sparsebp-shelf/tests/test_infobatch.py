@@ -244,7 +244,7 @@ def test_half_keeps_the_contract() -> None:
     ("policy", "text"),
     [
         (_Unweighted, "declares unbiased, but the mean weight of an example is 0.5"),
-        (_Exact, "declares exact, but leaves out examples in epoch 0"),
+        (_Exact, "declares exact, but selects in epoch 0"),
         (_NoRow, "at least one"),
         (_OutOfRange, r"must visit rows in \[0, "),
         (_NotInOrder, "ascending"),

@@ -293,6 +293,5 @@ def refuse_uncalled(policy: Policy, model: nn.Module) -> NoReturn:
         )
     raise UsageError(
         f"{type(policy).__name__} was not called: no training forward of {type(model).__name__} ran before the "
-        "backward; call the whole model after attach, not its parts and not a forward function stored before "
-        "attach"
+        "backward; call the whole model after attach, not its parts or a forward stored before attach"
     )

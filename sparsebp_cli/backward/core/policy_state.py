@@ -215,9 +215,7 @@ class PolicyStates:
         for number, policy in self._policies.items():
             mine, theirs = _layout(self._states[number]), _layout(states[number])
             if mine != theirs:
-                raise UsageError(
-                    f"the loaded state is not of {type(policy).__name__}: its state has {mine}, got {theirs}"
-                )
+                raise UsageError(f"the state is not of {type(policy).__name__}: its state has {mine}, got {theirs}")
         if states.keys() != self._states.keys():
             raise UsageError(
                 f"the loaded state belongs to other policies: it has the policies {sorted(states)}, but the "

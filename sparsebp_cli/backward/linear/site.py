@@ -65,9 +65,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
     patterns = list(exclude)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):
-            raise UsageError(
-                f"exclude: {pattern!r} matches no linear layer of the model{did_you_mean(pattern, linears)}"
-            )
+            raise UsageError(f"exclude: {pattern!r} matches no linear layer{did_you_mean(pattern, linears)}")
     covered: list[tuple[str, nn.Module, WeightLayout]] = []
     not_covered, excluded = [], []
     for name, module in linears.items():

@@ -97,9 +97,7 @@ def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRow
     if found is None:
         return BatchRows(shape, UNPROVED) if sizes else None
     unknown = (
-        ""
-        if not sizes or found[0] in sizes
-        else (f"its rows come from dimensions {found}, but the model got {_describe(sizes)}")
+        "" if not sizes or found[0] in sizes else (f"rows come from {found}, but the model got {_describe(sizes)}")
     )
     return BatchRows(found, unknown)
 

@@ -169,7 +169,7 @@ def _check_resume(policy: InputSaver) -> None:
     straight, resumed = train_network(one, num_steps=6), train_network(two, num_steps=6, stop=3, resume_with=three)
     require(
         equal(straight, resumed),
-        f"{name_of(policy)}: decides differently in a resumed run, because it keeps hidden state",
+        f"{name_of(policy)}: decides differently in a resumed run: it keeps hidden state",
     )
 
 

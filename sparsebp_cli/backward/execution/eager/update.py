@@ -131,9 +131,7 @@ class EagerUpdate(PassRunner):
             differentiate()
             return
         if self._interrupted:
-            raise UsageError(
-                f"{self._interrupted}: load a checkpoint, or call optimizer.step() to continue with these parameters"
-            )
+            raise UsageError(f"{self._interrupted}: load a checkpoint, or call optimizer.step() to continue")
         if self._has_updated:
             raise UsageError(
                 "update='eager' has already updated the parameters in this step: call optimizer.step() after "
@@ -144,8 +142,7 @@ class EagerUpdate(PassRunner):
         is_exact, keeps = self.clipping.by == "exact", bool(self._held())
         if keeps:
             self._engine.notes["eager accumulation"] = (
-                "update: eager saves no memory here: gradients of earlier micro-batches stay until the backward "
-                "of the last micro-batch"
+                "update: eager saves no memory here: earlier micro-batches' gradients stay until the last backward"
             )
         # Accumulated gradients exist until the end anyway, so their total norm needs no extra pass.
         measures_first = is_exact and not keeps

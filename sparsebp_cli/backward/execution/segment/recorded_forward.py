@@ -127,8 +127,8 @@ class RecordedForward:
         if changed is not None:
             raise UsageError(
                 f"segments: a weight of shape {tuple(changed.shape)} in the segment that begins with "
-                f"{self.names[0]!r} changed after its forward began, so running the layers again would give "
-                "another result: update weights after the backward"
+                f"{self.names[0]!r} changed after its forward began: update weights only after the backward, which "
+                "runs layers again"
             )
         assert self._context is not None
         outputs: list[list[object]] = []

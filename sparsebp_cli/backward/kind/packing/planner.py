@@ -77,10 +77,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_NOTHING_SEEN = (
-    "no training batch went through the forward of {}: lossless skips nothing in calls of its parts, or of "
-    "another forward"
-)
+_NOTHING_SEEN = "no training batch went through the forward of {}: its parts and other forwards run without lossless"
 _EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 
 

@@ -49,10 +49,7 @@ def refuse_bounds(inputs: Mapping[str, Any], begins_BT: Bools | None, size: tupl
         return ""
     name = next(iter(given))
     if not causal:
-        return (
-            f"{name} puts several sequences into a row, but attention of this model also reads later positions: "
-            "put each sequence into a separate row"
-        )
+        return f"{name} puts several sequences into a row of a bidirectional model: put each into a separate row"
     if begins_BT is None:
         return (
             f"{name} marks where sequences begin, but attention does not read it: pass position_ids that restart "
@@ -61,10 +58,7 @@ def refuse_bounds(inputs: Mapping[str, Any], begins_BT: Bools | None, size: tupl
     for name, value in given.items():
         told_BT = _told_by(name, value, size)
         if told_BT is None or not np.array_equal(told_BT[:, 1:], begins_BT[:, 1:]):
-            return (
-                f"{name} and position_ids mark different beginnings of sequences: make them agree; attention reads "
-                "position_ids"
-            )
+            return f"{name} and position_ids mark different beginnings of sequences; attention reads position_ids"
     return ""
 
 

@@ -260,8 +260,7 @@ class UpdatePlan:
         leaves = self.held[segment].leaves
         if leaves is None:
             raise UsageError(
-                "a micro-batch ran again after the backward of its shared prefix: run each micro-batch only once "
-                "per update"
+                "a micro-batch ran again after the backward of its shared prefix: run each micro-batch once"
             )
         return leaves
 

@@ -174,8 +174,7 @@ class _Joined(torch.autograd.Function):
         (grad,) = grads
         if bool((grad.index_select(0, dead_D) != 0).any()):
             raise ReadsUncomputedError(
-                "lossless computes no gradient for examples of weight 0, because their gradient was 0 in the "
-                "first batch, but now the loss has one: do not pass their advantage or example_weight to the "
-                "engine"
+                "examples of weight 0 had no gradient in the first batch, so lossless computes none, but now the "
+                "loss has one: do not pass their advantage or example_weight to the engine"
             )
         return grad.index_select(0, live_L), None, None, None

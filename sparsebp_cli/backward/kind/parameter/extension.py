@@ -124,8 +124,7 @@ class ParameterExtension(EngineExtension):
         chosen = returned.require_names(asked, self._policy.at(step).select(self.parameters, step), self._places)
         if not chosen:
             raise PolicyError(
-                f"{type(self._policy).__name__} chose no parameter at step {step.index}: a policy must choose at "
-                "least one"
+                f"{type(self._policy).__name__} chose no parameter at step {step.index}: choose at least one"
             )
         return chosen
 

@@ -55,8 +55,7 @@ def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, ob
     if not torch.isclose(output.loss.float(), expected.float(), rtol=0.02):
         raise UnsupportedError(
             f"token selection supports only ForCausalLMLoss, but the forward of {type(model).__name__} computes "
-            f"another loss ({float(output.loss):.4g} for logits of which ForCausalLMLoss is "
-            f"{float(expected):.4g})"
+            f"another loss ({float(output.loss):.4g} for logits of which ForCausalLMLoss is {float(expected):.4g})"
         )
 
 
