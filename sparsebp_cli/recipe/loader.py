@@ -22,8 +22,7 @@ from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 LARGEST_BYTES = 64 * 1024
 # The folder of the package, which holds the recipes that ship.
 PACKAGE = Path(__file__).resolve().parents[1]
-# Keys of 0.5 that are gone, with their defaults. Stored recipes are read without them; one in which another value
-# had an effect is refused.
+# Keys of 0.5 that are gone, with their defaults. Stored recipes are read without them.
 GONE: dict[str, object] = {
     "backward.time_forms": False,
     "dataset.policy_validation_examples": None,
@@ -237,8 +236,8 @@ def _wrap_text(node: Node, key: str) -> Node:
 def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     """Return a stored recipe with its keys renamed to this version's.
 
-    Up to 0.2, ``backward.execution`` was ``engine``. Keys that are gone are left out, if they have their default or no
-    effect on the weights.
+    Up to 0.2, ``backward.execution`` was ``engine``. Keys that are gone are left out. If one had an effect on the
+    weights, the name of the split says so.
     """
     known: dict[str, Any] = deepcopy(dict(recipe))
     if isinstance(backward := known.get("backward"), dict) and "engine" in backward:
@@ -252,8 +251,12 @@ def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
         part: Any = known
         for section in sections:
             part = part.get(section) if isinstance(part, dict) else None
-        if isinstance(part, dict) and key in part and (path in WITHOUT_EFFECT or part[key] == default):
-            del part[key]
+        if not isinstance(part, dict) or key not in part:
+            continue
+        value = part.pop(key)
+        if value != default and path not in WITHOUT_EFFECT and isinstance(dataset, dict):
+            # No data have this split: such a run can be shown and compared, but does not go on without the key.
+            dataset["split"] = f"{dataset.get('split', 'train')}, with {path}: {json.dumps(value)}"
     return known
 
 

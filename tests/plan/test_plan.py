@@ -138,14 +138,14 @@ def test_a_plan_with_the_default_of_a_removed_key_is_read_and_its_seal_is_unchan
     assert Seal(content["recipe"], {}).changes(Seal(now, {})) == []
 
 
-def test_a_plan_in_which_a_removed_key_had_an_effect_is_refused(tmp_path) -> None:
-    content = json.loads(Plan(recipe=recipe()).model_dump_json())
+def test_a_plan_in_which_a_removed_key_had_an_effect_is_read_and_its_split_names_the_key(tmp_path) -> None:
+    content = json.loads(Plan(recipe=recipe(model={"name": "m", "lora": {}})).model_dump_json())
     content["recipe"]["dataset"]["weight_column"] = "w"
+    content["recipe"]["model"]["lora"]["rank_pattern"] = {"q_proj": 4}
     (tmp_path / "plan.json").write_text(json.dumps(content))
-    with pytest.raises(RunNotFoundError, match=r"recipe\.dataset\.weight_column"):
-        Plan.load(tmp_path / "plan.json")
-    with pytest.raises(RecipeError, match=r"weight_column: unknown key .*the key weight of a message does it"):
-        load_stored(content["recipe"], "plan.json")
+    split = 'train, with dataset.weight_column: "w", with model.lora.rank_pattern: {"q_proj": 4}'
+    assert Plan.load(tmp_path / "plan.json").recipe.dataset.split == split
+    assert load_stored(content["recipe"], "plan.json").recipe.dataset.split == split
 
 
 @pytest.mark.parametrize("timed", [False, True])
