@@ -27,7 +27,7 @@ GROUP = "sparsebp.targets"
 LARGEST_BYTES = 64 * 1024
 LONGEST_REASON = 300
 COMMON = tuple(TargetSection.model_fields)
-REMOVED = {"sky": "; `sky` was removed after 0.5: `sparsebp export --format sky` writes a task for `sky launch`"}
+REMOVED = {"sky": "; `sky` was removed after 0.5: the verb `export` writes a task for `sky launch`"}
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ TRAINING = SMALL + "training:\n  "
         (
             SMALL + "target: sky",
             "5:9: target.kind: unknown target 'sky'; known: docker, kubernetes, local, slurm; `sky` was removed after "
-            "0.5: `sparsebp export --format sky` writes a task for `sky launch`",
+            "0.5: the verb `export` writes a task for `sky launch`",
         ),
         (
             SMALL + "policy: max-child",
