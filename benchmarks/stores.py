@@ -1,6 +1,6 @@
 """Measures the verbs that read many runs: CPU seconds of `runs`, `show` and `compare` without their imports.
 
-    python benchmarks/stores.py                      # 2,000 run folders, and a database with 300 runs
+    python benchmarks/stores.py                      # 2,000 run folders, and 300 to compare
     python benchmarks/stores.py --home /tmp/stores   # keeps the runs there: measure another checkout on the same
     python benchmarks/stores.py --runs 20 --compared 9 --steps 20   # the same code in seconds
 
@@ -16,12 +16,10 @@ import os
 import random
 import resource
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,9 +27,6 @@ sys.path.insert(0, os.environ.get("SPARSEBP_CHECKOUT", str(ROOT)))
 
 from sparsebp_cli.plan import Plan  # noqa: E402 - the path is set above
 from sparsebp_cli.recipe import Recipe  # noqa: E402
-from sparsebp_cli.run import History, State  # noqa: E402
-from sparsebp_cli.tracking.content import RUN_ID, artifacts, parameters, tags  # noqa: E402
-from sparsebp_cli.tracking.store import open_client  # noqa: E402
 
 BORN = 1_700_000_000.0
 STEP_METRICS = {
@@ -94,39 +89,6 @@ def write_folders(home: Path, runs: int, groups: int, steps: int) -> None:
         (folder / "journal.jsonl").write_text(lines, encoding="utf-8")
 
 
-def write_database(file: Path, runs: int, groups: int, steps: int) -> None:
-    """Write the content of an MLflow store that `sparsebp sync` would send, by SQL: MLflow's client would take an
-    hour.
-    """
-    open_client(f"sqlite:///{file}")
-    with closing(sqlite3.connect(file)) as database, database:
-        for number in range(runs):
-            plan, history = make_plan(number, groups, steps), History()
-            points: dict[str, list[tuple[int, float, float]]] = {}
-            for record in make_journal(plan, steps):
-                for name, value in history.add(record).items():
-                    points.setdefault(name, []).append((int(str(record["step"])), float(str(record["time"])), value))
-            run_id, folder = f"{number:032x}", file.parent / "artifacts" / f"{number}"
-            folder.mkdir(parents=True)
-            for name, text in artifacts(plan, history).items():
-                (folder / name).write_text(text, encoding="utf-8")
-            database.execute(
-                "INSERT INTO runs (run_uuid, name, status, start_time, end_time, lifecycle_stage, artifact_uri, "
-                "experiment_id, source_type, source_name, entry_point_name, user_id, source_version) "
-                "VALUES (?, ?, 'FINISHED', ?, ?, 'active', ?, 0, 'LOCAL', '', '', '', '')",
-                (run_id, plan.recipe.name, int(plan.created * 1000), int(plan.created * 1000), folder.as_uri()),
-            )
-            pairs = parameters(plan).items()
-            database.executemany("INSERT INTO params VALUES (?, ?, ?)", [(k, v, run_id) for k, v in pairs])
-            run_tags = tags(plan, history, State.FINISHED) | {RUN_ID: plan.run_id}
-            database.executemany("INSERT INTO tags VALUES (?, ?, ?)", [(k, v, run_id) for k, v in run_tags.items()])
-            columns = "(key, value, is_nan, timestamp, step, run_uuid) VALUES (?, ?, 0, ?, ?, ?)"
-            for name, some in points.items():
-                rows = [(name, value, int(now * 1000), step, run_id) for step, now, value in some]
-                database.executemany(f"INSERT INTO metrics {columns}", rows)
-                database.execute(f"INSERT INTO latest_metrics {columns}", rows[-1])
-
-
 def cpu_seconds(home: Path, words: Sequence[str]) -> float:
     """Return the CPU seconds of one verb."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -143,7 +105,7 @@ def main() -> None:
     """Write the runs, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=2000, help="run folders")
-    parser.add_argument("--compared", type=int, default=300, help="runs that are compared, and runs of the database")
+    parser.add_argument("--compared", type=int, default=300, help="runs that are compared")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--home", type=Path, help="keep the runs here; those that are there are used again")
     parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
@@ -155,8 +117,6 @@ def main() -> None:
             write_folders(home / "many", options.runs, groups, options.steps)
             write_folders(home / "some", options.compared, groups, options.steps)
             write_folders(home / "one", 1, 1, options.steps)
-            (home / "store").mkdir()
-            write_database(home / "store" / "mlflow.db", options.compared, groups, options.steps)
         report(home, options)
     finally:
         if options.home is None:
@@ -165,7 +125,6 @@ def main() -> None:
 
 def report(home: Path, options: argparse.Namespace) -> None:
     """Measure every verb twice, the second time with the caches of the first, against the verb with one run."""
-    store = f"sqlite:///{home / 'store' / 'mlflow.db'}"
     everything = ["compare", "--where", "seed>=0", "-o", "json"]
     listed = str(options.runs)
     verbs = {
@@ -173,7 +132,6 @@ def report(home: Path, options: argparse.Namespace) -> None:
         f"runs --limit {listed}": ("many", ["runs", "--limit", listed, "-o", "json"], ["runs", "-o", "json"]),
         f"show (one of {listed})": ("many", ["show", "@last"], ["show", "@last"]),
         f"compare {options.compared} folders": ("some", everything, everything),
-        f"compare {options.compared} of a database": ("some", [*everything, "--from", store], everything),
     }
     found = {}
     for name, (where, words, alone) in verbs.items():

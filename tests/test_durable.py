@@ -21,7 +21,6 @@ EXEMPT = {
     "asset/fetched.py": "fills a part that durable.sync_content syncs",
     "release/folder.py": "fills a part that durable.filling syncs",
     "compare/archive.py": "unpacks into a temporary folder",
-    "compare/stored.py": "copies a store into a temporary folder",
     "plan/repository.py": "a temporary git folder, and that of a checkout",
     "target/relay.py": "worker.log, the output of a process",
     "judge/script_arms.py": "output.log, the output of a process",

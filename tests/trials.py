@@ -44,7 +44,6 @@ COVERED: dict[str, tuple[str, ...]] = {
     "R31": ("cli", "recipe", "run", "target", "worker", "errors.py"),
     "R32": ("source", "run", "target", "compare"),
     "R35": ("kernel", "backward"),
-    "R37": ("compare", "tracking"),
 }
 
 

@@ -133,11 +133,6 @@ PROMISES = {
         "a model has 10,000 linears",
         "each policy is attached in time proportional to their number (CPU time is counted, not promised)",
     ),
-    "R37": (
-        "a store of MLflow has texts, bytes or numbers beyond all in the place of values, or artifacts that are pipes "
-        "or larger than they can be",
-        "what is wrong is left out, the other runs are compared, and nothing waits",
-    ),
     "R38": (
         "a file system answers reads and writes with an error (EIO), or becomes read-only at work",
         "the run stops with one line, earlier checkpoints stay whole, and it resumes to the same result",

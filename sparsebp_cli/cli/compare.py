@@ -19,6 +19,7 @@ from sparsebp_cli.cli.screen import console, make_table, print_line, print_scree
 from sparsebp_cli.cli.stored_run import find_studies, find_study
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_cli.run import RunFolder, State
+from sparsebp_cli.run.visible import mask
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,12 +59,11 @@ RUNS = (
 )
 WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'."
 STUDY = "Compare the reported runs of this study. With --all or --html, also show its tuning."
-FROM = "Read runs from here: a folder of runs, an archive, or an MLflow store (sqlite:///..., http://...)."
+FROM = "Read runs from here: a folder of runs, or an archive."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
 REDUCE = "Which value represents a run: final, best, or mean:K, the mean of the last K evaluations."
-BETTER = "Which values of --metric are better. Needed only if its name does not show it."
-IGNORE = "Ignore these recipe keys when grouping runs, such as output_dir,logging_steps."
-SEED_PARAM = "Name of the parameter that contains the seed, in runs of other programs."
+BETTER = "Which values of --metric are better. Needed only if its runs do not declare it."
+IGNORE = "Ignore these recipe keys when grouping runs, such as training.warmup_steps,measure."
 REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
 FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
 PNG = "Also write a picture of the overview, or of --curves, to this file (.png, .svg, .pdf)."
@@ -101,16 +101,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     reduce: Annotated[str, typer.Option(metavar="HOW", help=REDUCE)] = "final",
     reach: Annotated[float | None, typer.Option(metavar="VALUE", help=REACH)] = None,
     ignore: Annotated[str | None, typer.Option(metavar="KEY,...", help=IGNORE, rich_help_panel=GROUPS)] = None,
-    seed_param: Annotated[
-        str | None,
-        typer.Option(
-            "--seed-param",
-            metavar="NAME",
-            help=SEED_PARAM,
-            show_default="seed, else random_seed",
-            rich_help_panel=GROUPS,
-        ),
-    ] = None,
     output: Annotated[
         ComparisonFormat, typer.Option("-o", "--output", help="Format of the comparison.", rich_help_panel=SHOW)
     ] = ComparisonFormat.TABLE,
@@ -163,7 +153,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     question = replace(
         _question(metric, baseline, margin, reduce, reach, curves, whole=html is not None),
         better=better.value if better else "",
-        grouping=Grouping.parse(ignore, seed_param),
+        grouping=Grouping.parse(ignore),
     )
     tuning: Sequence[Any] = ()
     if study is None and runs and len(runs) == 1 and _names_study(runs[0], place):
@@ -221,19 +211,15 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[l
     """Read the chosen runs from ``place``, or from this machine. Return the runs, and a warning for each run that
     cannot be read and for each name of which some seeds were not chosen. Raise ``UsageError`` if nothing chooses any
     run."""
-    from sparsebp_cli.compare import choose, describe_left_out, load_all, local_candidates, store_candidates
+    from sparsebp_cli.compare import choose, describe_left_out, load_all, local_candidates
     from sparsebp_cli.run import home
-    from sparsebp_cli.run.visible import mask
 
     if not words and where is None and place is None:
         raise UsageError("name the runs to compare, or select them by --where; `sparsebp runs` lists them")
-    if place is not None and "://" in place:
-        found, origin = store_candidates(place), mask(place)
-    else:
-        found, origin = local_candidates(None if place is None else find_folder(place)), place or str(home())
+    found = local_candidates(None if place is None else find_folder(place))
     if not found and place is not None:
-        raise UsageError(f"--from {origin} contains no runs")
-    chosen = choose(found, words, where, origin)
+        raise UsageError(f"--from {place} contains no runs")
+    chosen = choose(found, words, where, place or str(home()))
     loaded, unreadable = load_all(chosen)
     return loaded, [*unreadable, *describe_left_out(found, chosen)]
 
@@ -247,7 +233,9 @@ def find_folder(place: str) -> Path:
 
         return open_archive(path)
     if not path.is_dir():
-        raise UsageError(f"--from must be a folder of runs, an archive or an MLflow store's address, got {place!r}")
+        cure = "; runs are not read from MLflow: `sparsebp archive` on their machine writes an archive"
+        cure = cure if "://" in place else ""
+        raise UsageError(f"--from must be a folder of runs or an archive, got {mask(place)!r}{cure}")
     return path
 
 
@@ -255,18 +243,12 @@ def find_one_in(place: str, word: str) -> RunFolder:
     """Return the run that a word names in a folder of runs or in an archive; the newest if a name has several."""
     from sparsebp_cli.compare import choose, local_candidates
 
-    if "://" in place:
-        raise UsageError("show --from reads a folder of runs or an archive; `compare --from` reads MLflow stores")
-    folder = choose(local_candidates(find_folder(place)), [word], None, place)[-1].folder
-    assert folder is not None
-    return folder
+    return choose(local_candidates(find_folder(place)), [word], None, place)[-1].folder
 
 
 def _names_study(word: str, place: str | None) -> bool:
     """Return whether ``@WORD`` is a study of this machine, or of the archive that ``--from`` names."""
-    if not word.startswith("@") or (place is not None and "://" in place):
-        return False
-    return find_study(word, None if place is None else find_folder(place)) is not None
+    return word.startswith("@") and find_study(word, None if place is None else find_folder(place)) is not None
 
 
 def _tabulate(tuning: Sequence[Any]) -> Table:

@@ -247,7 +247,7 @@ def _speed(history: History, recipe: dict[str, Any]) -> str:
     if is_dense(read_phases(recipe)):
         return ""  # dense against dense only measures the machine
     steps = int(recipe["training"]["max_steps"])
-    found = find_saving([LoadedRun("", "", None, "", recipe, 0.0, history, State.FINISHED, steps)])
+    found = find_saving([LoadedRun("", "", 0, "", recipe, 0.0, history, State.FINISHED, steps)])
     parts = []
     if found.speed is not None:
         how = f"FLOPs of all steps, times seconds per FLOP in {found.probes} probe{'s' * (found.probes > 1)}"

@@ -1,7 +1,14 @@
 """Compare runs: differences of their recipes, quality, speed, memory, and the statements that the numbers support."""
 
 from sparsebp_cli.compare.build import compare_runs
-from sparsebp_cli.compare.choose import RunCandidate, choose, describe_left_out, find_outcomes, local_candidates
+from sparsebp_cli.compare.choose import (
+    RunCandidate,
+    choose,
+    describe_left_out,
+    find_outcomes,
+    load_all,
+    local_candidates,
+)
 from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Group
 from sparsebp_cli.compare.gate import check
 from sparsebp_cli.compare.grouping import Grouping
@@ -11,7 +18,6 @@ from sparsebp_cli.compare.picture import picture
 from sparsebp_cli.compare.question import Question, Reducer
 from sparsebp_cli.compare.render import FORMATS, answer, render, table
 from sparsebp_cli.compare.report import REPORT_CURVES, write_report
-from sparsebp_cli.compare.store import load_all, store_candidates
 from sparsebp_cli.compare.view import View
 
 __all__ = [
@@ -37,7 +43,6 @@ __all__ = [
     "parse_margin",
     "picture",
     "render",
-    "store_candidates",
     "table",
     "write_report",
 ]

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Control, Exclusion, Group, Sample
 from sparsebp_cli.compare.confound import (
-    ask_about_scale,
     find_changes,
     find_confounds,
     find_hardware,
@@ -155,11 +154,6 @@ class _Builder:
 
     def _exclude(self, run: LoadedRun) -> Exclusion | None:
         """Return why a run does not count in its group; None if it counts."""
-        if run.missing_steps:
-            has = f"the store has {run.steps} of {run.steps_planned} steps"
-            return Exclusion(
-                "half sent", f"half sent: {has}; `sparsebp sync {run.run_id}` on the machine of the run sends the rest"
-            )
         if not run.finished:
             if run.broke_down and not run.repeats:
                 return Exclusion("diverged", f"diverged: {run.broke_down.splitlines()[0]}")
@@ -178,8 +172,8 @@ class _Builder:
         return Exclusion("repeats", f"repeats seed {run.seed}; the first run of a seed counts: {run.repeats}")
 
     def _difference(self, group: str, other: str) -> Difference | None:
-        if have_other_examples(self.counted[group], self.counted[other]) or self._ask_about_scale(group, other):
-            return None  # other examples or another scale: not a difference of the models
+        if have_other_examples(self.counted[group], self.counted[other]):
+            return None  # not a difference of the models
         common = self._common_steps(group, other)
 
         def value(run: LoadedRun) -> float | None:
@@ -187,14 +181,6 @@ class _Builder:
 
         here, there = (by_seed(self.counted[g], value) for g in (group, other))
         return paired_difference(here, there)
-
-    def _ask_about_scale(self, group: str, other: str = "") -> str:
-        """Ask whether a metric of other programs' runs is in percent on one side; empty if there is no doubt."""
-        both = [self.counted[g] for g in (group, other or self.first)]
-        if any(run.is_ours for some in both for run in some):
-            return ""
-        means = [spread([value for run in some if (value := self.values[run.run_id]) is not None]) for some in both]
-        return ask_about_scale(self.metric, *(None if mean is None else mean.mean for mean in means))
 
     def _preference(self, group: str, other: str) -> Difference | None:
         """Return the difference by which one of several runs is chosen. If the test split is reported, choose by
@@ -286,8 +272,6 @@ class _Builder:
             if dense:
                 others = ", ".join(self.labels[group] for group in dense if group != self.first)
                 return [f"{len(dense)} groups are dense: the baseline is {name}, not {others}; --baseline sets another"]
-            if not any(run.is_ours for some in self.members.values() for run in some):
-                return []  # other programs logged these runs, so their policies are unknown
             return [f"no run here is dense: the baseline is {name}, so no saving is relative to dense training"]
         return [
             f"the baseline was chosen: {self.labels[self.first]}; without --baseline it is {self.labels[self.usual]}. "
@@ -335,7 +319,7 @@ class _Builder:
             baseline=group == self.first,
             policies=tuple(str(entry["name"]) for entry in newest.policies),
             exact=next((run.exact for run in runs if run.exact is not None), None),
-            seeds=tuple(sorted(run.seed for run in here if run.seed is not None)),
+            seeds=tuple(sorted(run.seed for run in here)),
             states=dict(Counter(str(run.state) for run in runs if not run.repeats)),
             changes=find_changes(self.members[self.first][-1], newest, self.question.grouping),
             recipe=newest.recipe,
@@ -456,7 +440,6 @@ class _Builder:
             alone,
             find_hardware(here, there),
             have_other_examples(here, there),
-            self._ask_about_scale(group.group),
             find_sources(here, there),
             rounding=bool(group.exact and baseline.exact and same),
         )
@@ -485,7 +468,6 @@ class _Builder:
             steps=run.steps,
             attempts=len(run.history.warm),
             created=run.created,
-            source=run.source,
             version=run.version,
             git_sha=run.git_sha,
             dirty=run.dirty,

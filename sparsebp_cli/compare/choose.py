@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sparsebp_cli.compare.expression import Condition, parse
-from sparsebp_cli.compare.grouping import OUR_SEED, find_seed
+from sparsebp_cli.compare.grouping import SEED
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
@@ -25,35 +25,33 @@ from sparsebp_cli.run.metric import METRICS
 
 T = TypeVar("T")
 TAG = ("tag.", "tags.")
-OUTSIDE = ("training.seed", "seed", "target.", "tracking.", "checkpoint.")  # recipe keys outside the group
+OUTSIDE = ("name", SEED, "target.", "tracking.", "checkpoint.")  # recipe keys outside the group
 
 
 @dataclass
 class RunCandidate:
     """A run that can be chosen."""
 
-    run_id: str  # its id
-    name: str  # its name in tables
-    created: float  # seconds since 1970
-    recipe: dict[str, object]  # the stored recipe; for a run of another program, its parameters
-    tags: Mapping[str, str]  # tags of its recipe or of the store
-    load: Callable[[], LoadedRun]  # reads the run
-    other_id: str = ""  # the store's id
-    metrics: Mapping[str, float] | None = None  # last values; None: read them from its event log
-    known_state: str = ""  # the state in the store; empty: read it from the event log
-    place: str = ""  # the store's address; empty: a folder
-    stored_labels: Labels = field(default_factory=Labels)  # the users' labels as the store has them
-    folder: RunFolder | None = None  # None: the run is in a store
+    folder: RunFolder  # where it is
+    name: str = ""  # its name in tables; empty if its plan cannot be read
+    created: float = 0.0  # seconds since 1970
+    recipe: Mapping[str, object] = field(default_factory=dict)  # the stored recipe
+    tags: Mapping[str, str] = field(default_factory=dict)  # tags of its recipe
+
+    @property
+    def run_id(self) -> str:
+        """Its id."""
+        return self.folder.run_id
 
     @cached_property
     def loaded(self) -> LoadedRun:
-        """The loaded run, read only once."""
-        return self.load()
+        """The loaded run, read only once. Raise ``RunNotFoundError`` without a readable plan."""
+        return load_folder(self.folder)
 
     @cached_property
     def labels(self) -> Labels:
         """The users' labels of the run."""
-        return self.stored_labels if self.folder is None else Labels.load(self.folder.path)
+        return Labels.load(self.folder.path)
 
     @cached_property
     def flat(self) -> dict[str, Any]:
@@ -67,16 +65,11 @@ class RunCandidate:
         if name.startswith(TAG):
             tag = name.partition(".")[2]
             return [self.tags[tag]] if tag in self.tags else []
-        return self.named(name) or ([] if "/" not in name else self._metric(name))
+        return self.named(name) or ([] if "/" not in name else self.read(lambda loaded: loaded.history.last(name)))
 
     def named(self, name: str) -> list[object]:
         """Return the values of every key of the recipe whose path ends in a name."""
         return [value for key, value in self.flat.items() if key == name or key.endswith(f".{name}")]
-
-    def _metric(self, name: str) -> list[float]:
-        if self.metrics is not None:
-            return [self.metrics[name]] if name in self.metrics else []
-        return self.read(lambda loaded: loaded.history.last(name))
 
     def read(self, what: Callable[[LoadedRun], T | None]) -> list[T]:
         """Read the run and return ``what`` of it in a list; empty if its plan cannot be read."""
@@ -88,11 +81,11 @@ class RunCandidate:
 
 
 SPECIAL: dict[str, Callable[[RunCandidate], Sequence[object]]] = {
-    "id": lambda run: [run.run_id, *([run.other_id] if run.other_id else [])],
+    "id": lambda run: [run.run_id],
     "name": lambda run: [run.name] if run.name else [],
     "created": lambda run: [run.created] if run.created else [],
-    "state": lambda run: [run.known_state] if run.known_state else run.read(lambda loaded: str(loaded.state)),
-    "seed": lambda run: [run.flat[key] for key in (OUR_SEED, find_seed(run.flat)) if key in run.flat][:1],
+    "state": lambda run: run.read(lambda loaded: str(loaded.state)),
+    "seed": lambda run: [run.flat[SEED]] if SEED in run.flat else [],
     "policy": lambda run: [v for key, v in run.flat.items() if key.startswith(POLICY_KEYS) and key.endswith(".name")],
     "tag": lambda run: list(run.labels.tags),
     "note": lambda run: [run.labels.note] if run.labels.note else [],
@@ -140,6 +133,20 @@ def choose(
     return kept
 
 
+def load_all(candidates: Sequence[RunCandidate]) -> tuple[list[LoadedRun], list[str]]:
+    """Read the chosen runs. Return those that can be read, and a line for each other run. Raise ``RunNotFoundError`` if
+    none can be read."""
+    loaded, problems = list[LoadedRun](), dict[str, RunNotFoundError]()
+    for candidate in candidates:
+        try:
+            loaded.append(candidate.loaded)
+        except RunNotFoundError as error:
+            problems[candidate.run_id] = error
+    if problems and not loaded:
+        raise RunNotFoundError("; ".join(f"run {run_id} cannot be read: {error}" for run_id, error in problems.items()))
+    return loaded, [f"run {run_id} is left out: {error}" for run_id, error in problems.items()]
+
+
 def describe_left_out(candidates: Sequence[RunCandidate], chosen: Sequence[RunCandidate]) -> list[str]:
     """Return a line for each chosen name if some of its seeds were not chosen: the chosen ones may be the best."""
     taken: dict[tuple[tuple[str, str], ...], list[RunCandidate]] = {}
@@ -163,7 +170,7 @@ def _without_seed(candidate: RunCandidate) -> tuple[tuple[str, str], ...]:
     """Return the part of a recipe that defines its group, with its experiment: equal parameters in another experiment
     are another question."""
     flat = candidate.flat.items()
-    kept = sorted((key, str(value)) for key, value in flat if not key.startswith(OUTSIDE) and key != "name")
+    kept = sorted((key, str(value)) for key, value in flat if not key.startswith(OUTSIDE))
     return (*kept, *(("experiment", str(name)) for name in candidate.find("experiment")))
 
 
@@ -192,7 +199,7 @@ def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[Ru
         if tagged := [c for c in candidates if c.tags.get(tag) == value]:
             return tagged[::-1]
     for matching in (
-        [c for c in candidates if word in {c.run_id, c.other_id}],
+        [c for c in candidates if c.run_id == word],
         [c for c in candidates if c.name == word],
     ):
         if matching:
@@ -229,16 +236,7 @@ def _describe(run: RunFolder) -> RunCandidate:
     try:
         plan = run.read_plan()
     except RunNotFoundError:
-        # load_folder raises the error
-        return RunCandidate(run.run_id, "", 0.0, {}, {}, lambda: load_folder(run), folder=run)
+        return RunCandidate(run)  # load_folder raises the error
     recipe = plan["recipe"]
     tags = (recipe.get("tracking") or {}).get("tags") or {}
-    return RunCandidate(
-        run.run_id,
-        recipe["name"],
-        float(plan["created"]),
-        recipe,
-        dict(tags),
-        lambda: load_folder(run),
-        folder=run,
-    )
+    return RunCandidate(run, recipe["name"], float(plan["created"]), recipe, dict(tags))

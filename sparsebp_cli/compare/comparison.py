@@ -89,12 +89,12 @@ class Group:
         seeds: Seeds of the runs that count, in order.
         states: State to number of runs, without repeated runs.
         changes: Differences from the baseline's recipe.
-        recipe: The resolved recipe of the newest run; for a run of another program, its parameters.
+        recipe: The resolved recipe of the newest run.
         quality: See :class:`Quality`.
         speed: See :class:`Speed`.
         cost: See :class:`Cost`.
         layers: See :class:`Layers`.
-        memory: Memory over the last traced step of the newest run; None without one, or if only a store has the runs.
+        memory: Memory over the last traced step of the newest run; None without one.
         statements: Statements about it, the one on quality first. Every output reads these.
         verdict: The statements in words, for people.
     """
@@ -123,9 +123,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Why a run does not count: ``half sent`` to its store, ``unfinished``, ``diverged``, or ``repeats`` a seed."""
+    """Why a run does not count: ``unfinished``, ``diverged``, or ``repeats`` a seed."""
 
-    kind: Literal["half sent", "unfinished", "diverged", "repeats"]
+    kind: Literal["unfinished", "diverged", "repeats"]
     text: str  # the reason in one line
 
 
@@ -154,16 +154,14 @@ class ComparedRun:
         run_id: Id of the run, which is also its folder's name.
         group: Hash of its group.
         label: Label of the group.
-        seed: Its seed; None if unknown.
+        seed: Its seed.
         state: Current or final state of the run, such as ``finished``.
         counts: Whether it counts in the group's numbers.
-        excluded: Kind of the reason for its exclusion: ``half sent``, ``unfinished``, ``diverged``, ``repeats``; empty
-            if it counts.
+        excluded: Kind of the reason for its exclusion: ``unfinished``, ``diverged``, ``repeats``; empty if it counts.
         reason: The reason in one line; empty if it counts.
         steps: Optimizer steps done.
         attempts: 1 plus the number of times it was resumed.
         created: Time at which the run was made, in seconds since 1970.
-        source: Tracking store from which it was read; empty for its folder.
         version: Version of the package that made its plan.
         git_sha: Commit of the code that made its plan.
         dirty: Whether the code had uncommitted changes.
@@ -177,15 +175,14 @@ class ComparedRun:
     run_id: str
     group: str
     label: str
-    seed: int | None
+    seed: int
     state: str
     counts: bool
-    excluded: Literal["half sent", "unfinished", "diverged", "repeats", ""]
+    excluded: Literal["unfinished", "diverged", "repeats", ""]
     reason: str
     steps: int
     attempts: int
     created: float
-    source: str
     version: str
     git_sha: str
     dirty: bool

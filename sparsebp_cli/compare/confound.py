@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 from sparsebp_cli.compare.comparison import COMPILATION, Change, Confound, Group
-from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
@@ -61,9 +60,7 @@ def _joined(values: Iterable[object]) -> str | None:
     return ", then ".join(dict.fromkeys(str(value) for value in values if value not in (None, ""))) or None
 
 
-def _is_compiled(run: LoadedRun) -> str | None:
-    if not run.is_ours:
-        return None
+def _is_compiled(run: LoadedRun) -> str:
     return "yes" if run.flat.get("training.compile") else "no"
 
 
@@ -124,8 +121,6 @@ def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tup
 
 
 SOFTWARE = ("torch", "transformers")
-DATA_WORDS = ("data", "split", "corpus")  # words in the name of another program's parameter
-NOT_DATA = ("dataloader", "database", "metadata", "seed")
 
 
 def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
@@ -135,7 +130,6 @@ def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tupl
     digests = [_values("dataset digest", some) for some in (runs, others)]
     if all(digests) and digests[0] != digests[1]:
         found.append("the data differ from the baseline's, which can explain the whole difference")
-    found += [f"{text}, which can explain the whole difference" for text in _other_data(runs, others)]
     for name in SOFTWARE:
         here, there = (_values(name, some) for some in (runs, others))
         if here and there and here != there:
@@ -144,34 +138,6 @@ def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tupl
     if dirty := sum(run.dirty for run in both):
         found.append(f"{dirty} of {len(both)} runs had uncommitted changes in the checkout, so their code may differ")
     return tuple(found)
-
-
-def _other_data(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Iterator[str]:
-    """Name differing parameters of other programs' runs that concern data: their only information about data."""
-    both = [*runs, *others]
-    if not runs or not others or any(run.is_ours for run in both):
-        return
-    for key in dict.fromkeys(key for run in both for key in run.flat):
-        name = key.lower()
-        if any(word in name for word in DATA_WORDS) and not any(word in name for word in NOT_DATA):
-            here, there = ({str(run.flat.get(key)) for run in some} for some in (runs, others))
-            if here != there:
-                shown = " against ".join(", ".join(sorted(values)) for values in (here, there))
-                yield f"{tidy(key)} differs ({tidy(shown)}): the data may differ from the baseline's"
-
-
-def ask_about_scale(metric: str, value: float | None, there: float | None) -> str:
-    """Ask about a fraction beside a percentage of the same name, such as 0.8 and 80; empty if there is no doubt. Losses
-    may differ by so much, but fractions and percentages of one quantity seldom do."""
-    if value is None or there is None or any(word in metric.lower() for word in ("loss", "perplexity", "ppl")):
-        return ""
-    small, large = sorted((abs(value), abs(there)))
-    if not (0.0 < small <= 1.0 < large <= 100.0 and PERCENT[0] <= large / small <= PERCENT[1]):
-        return ""
-    return f"{metric} is {value:.3g} here and {there:.3g} in the baseline: is one of them in percent?"
-
-
-PERCENT = (50.0, 200.0)  # range of the ratio of a percentage to a similar result as a fraction
 
 
 def _values(name: str, runs: Sequence[LoadedRun]) -> set[str]:
@@ -210,13 +176,6 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
         )
     if dirty := [run.run_id for run in counted if run.dirty]:
         lines.append(f"uncommitted changes in the checkout were present in {len(dirty)} of {len(counted)} runs")
-    if untimed := [run for run in counted if not run.is_timed and run.history.metrics]:
-        lines.append(
-            f"{len(untimed)} run{'s' * (len(untimed) > 1)} logged no step times: their times are of the clock, "
-            "evaluation and checkpoints included"
-        )
-    if unseeded := [run for run in counted if run.seed is None]:
-        lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} logged no seed: not paired{_hint(unseeded)}")
     lines += [f"{group.label}: no run has {quality} after its last step" for group in groups if _blind(group)]
     lines += _compilation_warning(groups, counted)
     return (*lines, *_notes(counted, groups))
@@ -227,12 +186,6 @@ def _compilation_warning(groups: Sequence[Group], runs: Sequence[LoadedRun]) -> 
     if compiled and any(_is_compiled(run) == "no" for run in runs):
         which = ", ".join(group.label for group in groups if group.group in compiled)
         yield f"{which} ran compiled (training.compile) and others did not, which also changes step times"
-
-
-def _hint(runs: Sequence[LoadedRun]) -> str:
-    """Name a parameter that may be a seed, without treating it as one."""
-    found = dict.fromkeys(key for run in runs for key in run.flat if key.lower().endswith("seed"))
-    return f"; --seed-param can name one of their parameters: {', '.join(found)}" if found else ""
 
 
 def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
@@ -320,11 +273,10 @@ def find_changes(baseline: LoadedRun, other: LoadedRun, grouping: Grouping) -> t
     """Return the keys in which two recipes differ, in the order of a recipe, with both values. Names, tracking, seeds
     and keys that the grouping ignores do not count. If one side has a schedule, policies are compared in one line."""
     runs = (baseline, other)
-    has_phases = any(run.is_ours and "schedule" in run.recipe for run in runs)
-    a, b = (_join_phases(run) if has_phases and run.is_ours else run.flat for run in runs)
+    has_phases = any("schedule" in run.recipe for run in runs)
+    a, b = (_join_phases(run) if has_phases else run.flat for run in runs)
     paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
     sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
     paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
-    hidden = {path for path in paths for run in (baseline, other) if grouping.hides(run, path)}
-    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and path not in hidden]
+    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and not grouping.hides(path)]
     return tuple(Change(path, a.get(path), b.get(path)) for path in shown)

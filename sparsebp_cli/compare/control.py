@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from sparsebp_cli.compare.comparison import Control, ControlRuns, Kind
 from sparsebp_cli.compare.cost import SAVES, StepCost, count_examples, find_step_cost, find_step_flops, is_near, whole
 from sparsebp_cli.compare.example import have_other_examples
-from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun
 from sparsebp_cli.compare.question import Members
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference
@@ -101,13 +100,13 @@ def find_controls(search: ControlSearch) -> tuple[Control, ...]:
     """Return one entry for each control of each group that has a policy that is not exact."""
     _make_once.cache_clear()  # the installed plug-ins may have changed
     members = search.members
-    needing = [g for g, runs in members.items() if runs[-1].policies and all(run.exact is False for run in runs)]
+    needing = [g for g, runs in members.items() if all(run.exact is False for run in runs)]
     return tuple(control for group in needing for control in _find(group, search))
 
 
 def _find(group: str, search: ControlSearch) -> list[Control]:
     runs, newest = search.members[group], search.members[group][-1]
-    others = {other: some for other, some in search.members.items() if other != group and some[-1].policies}
+    others = {other: some for other, some in search.members.items() if other != group}
     dense = {other: some for other, some in others.items() if _is_dense_on_the_same(some, runs)}
     plain = _find_plain(dense, newest)
     start = _start_of_dense(search.members, newest)
@@ -172,7 +171,7 @@ def _relative_cost(
 ) -> float | None:
     """Return the cost of dense runs as a multiple of the policy's; None if it is not near the policy's."""
     steps, num_steps, examples = newest.steps_to_end, some[-1].steps_to_end, count_examples(some[-1])
-    if not steps or not num_steps or not examples:
+    if not steps or not num_steps:
         return None
     size = int(some[-1].flat["training.per_device_train_batch_size"])
     own = find_step_flops(counted)
@@ -206,7 +205,7 @@ def _kind_of(dense: LoadedRun, run: LoadedRun) -> Kind:
         return "own_learning_rate"
     if _num_train(dense) < _num_train(run):
         return "fewer_examples"
-    return "smaller_batch" if (count_examples(dense) or 0) < (count_examples(run) or 0) else "fewer_steps"
+    return "smaller_batch" if count_examples(dense) < count_examples(run) else "fewer_steps"
 
 
 def _num_train(run: LoadedRun) -> float:
@@ -274,7 +273,7 @@ def _find_plain(dense: Members, run: LoadedRun) -> str:
 
 def _start_of_dense(members: Members, run: LoadedRun) -> LoadedRun:
     """Choose one run for all groups that share a dense control, so that the control is made once."""
-    return next(some[-1] for some in members.values() if some[-1].policies and _same_but(some[-1], run, POLICY_KEYS))
+    return next(some[-1] for some in members.values() if _same_but(some[-1], run, POLICY_KEYS))
 
 
 def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
@@ -342,11 +341,10 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> Con
         for phase in read_phases(runs[-1].recipe)
     ]
     change = f"schedule={json.dumps(phases)}" if len(phases) > 1 else f"policy={json.dumps(phases[0]['policy'])}"
-    return _run(runs, runs[-1], [change], f"{tidy(runs[-1].name)}-random"[:64])
+    return _run(runs, runs[-1], [change], f"{runs[-1].name}-random"[:64])
 
 
 def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> ControlRuns:
     """Return the runs that make a control from a run's stored recipe, because its file may have changed or be
     elsewhere. The command writes no file: the user may have one with this name, such as ``dense.yaml``."""
-    seeds = sorted({run.seed for run in runs if run.seed is not None})
-    return ControlRuns(tidy(start.run_id), name, tuple(changes), tuple(seeds))
+    return ControlRuns(start.run_id, name, tuple(changes), tuple(sorted({run.seed for run in runs})))

@@ -83,13 +83,12 @@ class StepCost:
 
 
 def find_step_cost(runs: Sequence[LoadedRun]) -> StepCost | None:
-    """Return the step cost of a group's finished runs; None without probes and counts, or if the batch is unknown."""
+    """Return the step cost of a group's finished runs; None without probes and counts."""
     if not runs:
         return None
-    examples, found = count_examples(runs[-1]), _ratio(runs)
-    if examples is None or found is None:
+    if (found := _ratio(runs)) is None:
         return None
-    ratio, by = found
+    (ratio, by), examples = found, count_examples(runs[-1])
     updates = [share for run in runs if (share := _update_share(run)) is not None]
     update = examples * ratio.median * (median(updates) if updates else 0.0)
     return StepCost(ratio, by, update, examples, find_step_flops(runs))
@@ -137,23 +136,18 @@ def find_relative_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun])
 def compare_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Difference | None:
     """Return the FLOPs of all steps of a group's runs over the baseline's, paired by seed. For older runs return the
     ratio of step costs in the probes, without an interval. Return None if unknown."""
-    there, here = (
-        {run.seed: cost for run in some if run.seed is not None and (cost := sum_flops(run))}
-        for some in (baseline, runs)
-    )
+    there, here = ({run.seed: cost for run in some if (cost := sum_flops(run))} for some in (baseline, runs))
     if here and there:
         return paired_ratio(here, there)
     if (found := count_work(baseline, runs)) is None:
         return None
-    steps = [max(run.steps_to_end or run.steps for run in some) for some in (runs, baseline)]
+    steps = [max(run.steps_to_end for run in some) for some in (runs, baseline)]
     return Difference(found[1] * steps[0] / (found[0] * steps[1])) if all(steps) and found[0] else None
 
 
-def count_examples(run: LoadedRun) -> int | None:
-    """Return the number of examples a step of a run; None without a recipe."""
-    size = run.flat.get("training.per_device_train_batch_size")
-    if not isinstance(size, int):
-        return None
+def count_examples(run: LoadedRun) -> int:
+    """Return the number of examples a step of a run."""
+    size = int(run.flat["training.per_device_train_batch_size"])
     parts = (run.flat.get("training.gradient_accumulation_steps"), run.flat.get("target.processes"))
     return size * math.prod(int(part) for part in parts if isinstance(part, int))
 

@@ -47,14 +47,11 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
     Include the metric ``name``, which is evaluated during training, at the last step that both evaluated."""
     if not runs or not others:
         return None
-    steps = [max(run.steps_to_end or run.steps for run in some) for some in (runs, others)]
-    examples, tokens = (
-        [count_examples(some[-1]) for some in (runs, others)],
-        [_tokens(some[-1]) for some in (runs, others)],
-    )
+    steps = [max(run.steps_to_end for run in some) for some in (runs, others)]
+    examples, tokens = ([of(some[-1]) for some in (runs, others)] for of in (count_examples, _tokens))
     words = f"{steps[0]:,} steps against {steps[1]:,}" if steps[0] != steps[1] else ""
     steps_alone = words
-    if None not in examples and examples[0] != examples[1]:
+    if examples[0] != examples[1]:
         words += f"{' and ' * bool(words)}{examples[0]:,} examples a step against {examples[1]:,}"
     elif None not in tokens and tokens[0] != tokens[1]:
         words += f"{' and ' * bool(words)}{tokens[0]:,.0f} tokens a step against {tokens[1]:,.0f}"

@@ -26,7 +26,7 @@ def compare_examples(
     """Pair the runs of a group and the baseline by seed, and the examples within each pair. Return one entry for each
     shared seed whose runs kept the examples' scores for the metric, or their losses, after the last step on the same
     examples. ``way`` is the better direction of the metric."""
-    here, there = ({run.seed: run for run in some if run.seed is not None} for some in (runs, baseline))
+    here, there = ({run.seed: run for run in some} for some in (runs, baseline))
     found = []
     for seed in sorted(here.keys() & there.keys()):
         name = metric if _subtract_scores(here[seed], there[seed], metric) else LOSS

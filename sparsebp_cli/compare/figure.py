@@ -96,7 +96,7 @@ def _update_share(runs: Sequence[LoadedRun]) -> float | None:
 
 def by_seed(runs: Iterable[LoadedRun], of: Callable[[LoadedRun], float | None]) -> dict[int, float]:
     """Return seed to value, without runs that lack a seed or a value, because they cannot be paired."""
-    return {run.seed: value for run in runs if run.seed is not None and (value := of(run)) is not None}
+    return {run.seed: value for run in runs if (value := of(run)) is not None}
 
 
 def median_time(run: LoadedRun, which: Metric) -> float | None:

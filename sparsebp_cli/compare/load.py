@@ -1,4 +1,4 @@
-"""Read runs from their folders, and find repeated runs and runs that disturbed each other."""
+"""Read runs, and find repeated runs and runs that disturbed each other."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ def mark_repeats(runs: Sequence[LoadedRun]) -> None:
     first: dict[tuple[str, int], LoadedRun] = {}
     for run in runs:
         run.repeats = ""
-    ended = [run for run in runs if run.seed is not None and (run.finished or run.broke_down)]
+    ended = [run for run in runs if run.finished or run.broke_down]
     # Sort by id too, so that the order of two runs with equal times is fixed.
     for run in sorted(ended, key=lambda run: (run.created, run.run_id)):
-        assert run.seed is not None
         kept = first.setdefault((run.group, run.seed), run)
         run.repeats = "" if kept is run else kept.run_id
 

@@ -1,4 +1,4 @@
-"""One run as a comparison reads it, from its folder or from an MLflow store."""
+"""One run as a comparison reads it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
     step: int
     tokens: float | None
-    seconds: float | None  # None if step times are withheld
+    seconds: float | None  # None if step times are withheld or missing
     value: float
 
 
@@ -40,26 +40,22 @@ class LoadedRun:
 
     run_id: str  # its id
     name: str  # its name in tables
-    seed: int | None  # its seed; None if unknown
+    seed: int  # its seed
     group: str  # hash of all but the seed
-    recipe: dict[str, object]  # the resolved recipe; for a run of another program, its parameters
+    recipe: dict[str, object]  # the resolved recipe
     created: float  # seconds since 1970
-    history: History  # its event log, or the part in a store
+    history: History  # its event log
     state: State  # its state
-    steps_planned: int | None = None  # optimizer steps of the recipe; None without a recipe
+    steps_planned: int  # optimizer steps of the recipe
     version: str = ""  # of the package that made the plan
     git_sha: str = ""  # commit of the code that made the plan
     dirty: bool = False  # whether there were uncommitted changes
-    recipe_file: str = ""  # name of the recipe's file
-    source: str = ""  # where it was read: empty for its folder, else the store's address without password
     repeats: str = ""  # the first ended run of this seed in this group; empty if it is this run
-    seed_key: str = "training.seed"  # key of the seed in its recipe or parameters; empty: none
     sequential: bool = False  # whether ``run --until-ci`` of 0.5 trained it
-    steps_logged: int | None = None  # the highest step of any metric in a store's list; None: take it from the metrics
 
     @classmethod
-    def of_plan(cls, plan: Plan, history: History, state: State, source: str = "") -> LoadedRun:
-        """Make a run from its plan and its event log, or the part of the log that a store has."""
+    def of_plan(cls, plan: Plan, history: History, state: State) -> LoadedRun:
+        """Make a run from its plan and its event log."""
         recipe = plan.recipe
         return cls(
             plan.run_id,
@@ -74,26 +70,17 @@ class LoadedRun:
             plan.provenance.sparsebp_version,
             plan.provenance.git_sha,
             plan.provenance.dirty,
-            plan.provenance.recipe_file,
-            source,
         )
 
     @cached_property
     def steps(self) -> int:
         """Optimizer steps done."""
-        if self.steps_logged is not None:
-            return self.steps_logged
         return max((max(points) for points in self.history.metrics.values() if points), default=0)
 
     @property
-    def is_ours(self) -> bool:
-        """Whether its recipe is known, so that it is not a run of another program."""
-        return self.steps_planned is not None
-
-    @property
     def finished(self) -> bool:
-        """Whether it finished, and was read completely."""
-        return self.state is State.FINISHED and not self.missing_steps
+        """Whether it finished."""
+        return self.state is State.FINISHED
 
     @property
     def broke_down(self) -> str:
@@ -104,41 +91,32 @@ class LoadedRun:
         return end["text"].removeprefix("diverged: ")
 
     @property
-    def missing_steps(self) -> int:
-        """Number of steps of a finished run that its source lacks, because it was not sent completely."""
-        if self.state is not State.FINISHED or self.steps_planned is None or not self.source:
-            return 0
-        return 0 if self.has_reached_limit else max(0, self.steps_planned - self.steps)
-
-    @property
     def has_reached_limit(self) -> bool:
         """Whether ``training.max_seconds`` or ``max_cost`` ended it before its last step."""
         ends = self.history.ends
-        return self.state is State.FINISHED and bool(ends) and ends[-1].get("cause") == "limit"
+        return self.finished and bool(ends) and ends[-1].get("cause") == "limit"
 
     @property
-    def steps_to_end(self) -> int | None:
-        """Optimizer steps of the recipe, or the steps done if a limit ended the run; None without a recipe."""
+    def steps_to_end(self) -> int:
+        """Optimizer steps of the recipe, or the steps done if a limit ended the run."""
         return self.steps if self.has_reached_limit else self.steps_planned
 
     @cached_property
     def phases(self) -> list[PolicyPhase[dict[str, Any]]]:
-        """The phases of its policies, as far as the run came; empty without a recipe."""
-        if not self.is_ours:
-            return []
-        done = self.steps or self.steps_planned or 0
+        """The phases of its policies, as far as the run came."""
+        done = self.steps or self.steps_planned
         phases = [replace(p, first=min(p.first, done), end=min(p.end, done)) for p in read_phases(self.recipe)]
         return [phase for phase in phases if phase.num_steps] or phases[:1]
 
     @cached_property
     def policies(self) -> list[dict[str, object]]:
-        """The policies of all phases, each with its name and options; empty without a recipe."""
-        return [dict(entry) for phase in read_phases(self.recipe) for entry in phase.policies] if self.is_ours else []
+        """The policies of all phases, each with its name and options."""
+        return [dict(entry) for phase in read_phases(self.recipe) for entry in phase.policies]
 
     @property
     def is_dense(self) -> bool:
-        """Whether it has a recipe, and no phase has a policy."""
-        return self.is_ours and is_dense(read_phases(self.recipe))
+        """Whether no phase has a policy."""
+        return is_dense(read_phases(self.recipe))
 
     @cached_property
     def flat(self) -> dict[str, Any]:
@@ -177,12 +155,9 @@ class LoadedRun:
         return {}
 
     def evaluations(self, name: str) -> list[float]:
-        """Return a metric's values, the last one being that after the last step; empty if that one is missing. The last
-        step of a run without a recipe is unknown, so use its last value."""
+        """Return a metric's values, the last one being that after the last step; empty if that one is missing."""
         series = self.series(name)
-        if not series or (self.steps_planned is not None and self.steps not in series):
-            return []
-        return list(series.values())
+        return list(series.values()) if self.steps in series else []
 
     def curve(self, name: str) -> tuple[Point, ...]:
         """Return a metric against steps, tokens and seconds of training, in which only steps count. Warm-up steps count
@@ -190,12 +165,11 @@ class LoadedRun:
         done, seconds = self._clock
         tokens = self.series(names.TRAIN_TOKENS.name)
         per_step = self.history.facts.get("tokens_per_step")
-        born = min((time for time, _ in self._timed(name)), default=0.0)
         points = []
-        for step, (time, value) in self.history.metrics[name].items() if name in self.history.metrics else ():
+        for step, value in self.series(name).items():
             if math.isfinite(value):
                 before = bisect_right(done, step)
-                passed = (seconds[before - 1] if before else 0.0) if done else time - born
+                passed = (seconds[before - 1] if before else 0.0) if done else None
                 seen = 0.0 if step == 0 else tokens.get(step, per_step * step if per_step else None)
                 points.append(Point(step, seen, passed, value))
         return tuple(points)
@@ -204,11 +178,6 @@ class LoadedRun:
     def training_seconds(self) -> float:
         """Total seconds of all steps; warm-up steps count as the median of the others."""
         return self._clock[1][-1] if self._clock[1] else 0.0
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether it logged step times. If not, the times of its values are used."""
-        return bool(self._clock[0])
 
     @cached_property
     def _clock(self) -> tuple[Sequence[int], Sequence[float]]:
@@ -239,13 +208,10 @@ class LoadedRun:
         """Whether every policy is exact, by the run's own record, else by the installed policies; None if unknown."""
         if recorded := self.history.facts.get("policies"):
             return all(policy["exact"] for policy in recorded)
-        if not self.policies:
-            return None
         try:
-            names_and_options = [(str(entry["name"]), entry) for entry in self.policies]
             return all(
-                make_policy(name, **{key: value for key, value in entry.items() if key != "name"}).exact
-                for name, entry in names_and_options
+                make_policy(str(entry["name"]), **{key: value for key, value in entry.items() if key != "name"}).exact
+                for entry in self.policies
             )
         except Exception:  # the plug-in is missing, or its checks raise anything
             return None

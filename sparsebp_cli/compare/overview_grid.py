@@ -221,9 +221,7 @@ def _choice(comparison: Comparison) -> Grid:
 
 def _left_out(comparison: Comparison) -> Grid:
     rows = tuple(
-        (run.run_id, run.label, "" if run.seed is None else str(run.seed), str(run.steps), run.reason)
-        for run in comparison.runs
-        if not run.counts
+        (run.run_id, run.label, str(run.seed), str(run.steps), run.reason) for run in comparison.runs if not run.counts
     )
     return Grid("Runs that no mean includes", ("run", "group", "seed", "steps", "why"), rows, aside=5)
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.published import Paper
@@ -19,24 +18,6 @@ from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.metric import METRICS, Metric, find_known
 
 Way = Literal["lower", "higher", ""]
-
-LOWER = {"loss", "perplexity", "ppl", "error", "wer", "cer", "mse", "rmse", "mae", "nll", "bpb", "bpc", "bpw"}
-HIGHER = {"accuracy", "acc", "f1", "bleu", "chrf", "rouge", "auc", "auroc", "precision", "recall", "mcc", "iou"}
-# Words that reverse or change the meaning: scikit-learn's neg_log_loss is better if higher, time_to_accuracy is a time,
-# and the spread of a loss is not a loss.
-TURNED = {"neg", "negative", "minus", "inverse", "one", "1", "delta", "diff", "gap", "scale", "aux", "balance"}
-TURNED |= {"time", "seconds", "steps", "to", "std", "sd", "var", "variance"}
-
-
-def better(metric: str) -> Way:
-    """Return ``lower``, ``higher``, or empty if the name does not tell. For a metric of another program the last word
-    decides: ``eval_loss``, ``test/f1``, ``valWER``."""
-    if metric in METRICS:
-        return METRICS[metric].better
-    *before, word = re.split(r"[/_.\- ]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric).lower())
-    if TURNED.intersection(before):
-        return ""
-    return "lower" if word in LOWER else "higher" if word in HIGHER else ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +56,6 @@ class Reducer:
         return statistics.fmean(values[-self.last :])
 
 
-LONGEST_LABEL = 64  # as long as a recipe's name may be; names of other programs have no limit
 FEWEST_DIGITS = 4
 
 # Metrics read once, after the last step, and their counterparts that are evaluated during training.
@@ -107,7 +87,7 @@ class Question:
     reducer: Reducer = field(default_factory=Reducer)  # how a run's evaluations become one number
     target: float | None = None  # a value of the metric whose first reaching is measured; None: none
     curves: tuple[str, ...] = ()  # additional metrics whose curves are needed
-    better: Way = ""  # the better direction of the metric; empty: by its name
+    better: Way = ""  # the better direction of the metric; empty: as the metric declares it
     grouping: Grouping = field(default_factory=Grouping)  # the keys that decide which runs form a group
     # for a study: run name to the standard error of its tuned values, in the metric's unit, by metric
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -184,13 +164,12 @@ def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
 
 
 def choose_way(question: Question, metric: str, known: Metric | None = None) -> Way:
-    """Return the better direction of the metric: from its declaration ``known``, else from the user's option, else from
-    its name; empty if unknown. Raise ``UsageError`` if the option contradicts a declaration, or a question needs a
-    direction."""
+    """Return the better direction of the metric: from its declaration ``known``, else from the user's option; empty if
+    unknown. Raise ``UsageError`` if the option contradicts a declaration, or a question needs a direction."""
     ours = known.better if known is not None else ""
     if ours and question.better and question.better != ours:
         raise UsageError(f"--better: {metric} is better when {ours}, got {question.better!r}")
-    way = question.better or ours or better(metric)
+    way = question.better or ours
     needy = {
         "--margin": question.margin is not None,
         "--reach": question.target is not None,
@@ -211,14 +190,10 @@ def check_logged(runs: Sequence[LoadedRun], name: str, option: str) -> None:
 
 def label_groups(members: Members) -> dict[str, str]:
     """Return the labels of groups: the run's name, with as many digits of the group's hash as make it unique."""
-    plain = {group: _shorten(tidy(some[0].name).strip() or "unnamed") for group, some in members.items()}
+    plain = {group: some[0].name for group, some in members.items()}
     uses = Counter(plain.values())
-    for digits in range(FEWEST_DIGITS, LONGEST_LABEL):
+    for digits in range(FEWEST_DIGITS, max(map(len, members)) + 1):
         found = {group: name if uses[name] == 1 else f"{name}#{group[:digits]}" for group, name in plain.items()}
         if len(set(found.values())) == len(found):
             break
     return found
-
-
-def _shorten(name: str) -> str:
-    return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…"

@@ -48,16 +48,12 @@ def _to_csv(comparison: Comparison) -> str:
         figures = {"quality": asdict(group.quality), "speed": asdict(group.speed), "cost": asdict(group.cost)}
         writer.writerows((*place, name, value) for name, value in _flatten(figures, ""))
     for run in comparison.runs:
-        place = ("run", run.group, run.label, run.run_id, _seed(run.seed), run.state, str(run.counts).lower())
+        place = ("run", run.group, run.label, run.run_id, str(run.seed), run.state, str(run.counts).lower())
         figures_of_run = {"quality": run.quality, "step_seconds": run.step_seconds, "steps": run.steps}
         figures_of_run["attempts"] = run.attempts
         writer.writerows((*place, name, value) for name, value in figures_of_run.items())
         writer.writerows((*place, f"curve.{name}.{p.step}", p.value) for name, c in run.curves.items() for p in c)
     return text.getvalue()
-
-
-def _seed(seed: int | None) -> str:
-    return "" if seed is None else str(seed)
 
 
 def _flatten(value: object, name: str) -> Iterator[tuple[str, object]]:

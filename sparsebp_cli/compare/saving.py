@@ -96,8 +96,6 @@ def _count_all(run: LoadedRun) -> dict[int, float]:
 
 
 def _by_phase(run: LoadedRun, series: Mapping[int, float]) -> dict[int, float]:
-    if not run.phases:
-        return {0: sum(series.values())} if series else {}
     return {phase: sum(values) for phase, values in split_series(series, run.phases).items()}
 
 

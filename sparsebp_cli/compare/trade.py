@@ -100,5 +100,5 @@ def _by_seed(comparison: Comparison, group: Group) -> Mapping[int, float]:
     return {
         run.seed: run.quality
         for run in comparison.runs
-        if run.group == group.group and run.counts and run.seed is not None and run.quality is not None
+        if run.group == group.group and run.counts and run.quality is not None
     }

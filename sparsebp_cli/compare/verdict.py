@@ -30,13 +30,12 @@ STEP_RATIO = f"{names.STEP_SECONDS.name}.ratio"
 class Doubts:
     """Reasons to doubt a group's numbers."""
 
-    lost: int = 0  # number of runs that did not finish, or were not read completely
+    lost: int = 0  # number of runs that did not finish
     diverged: int = 0  # number of runs that finished with a quality that is not finite
     # number of these on seeds on which the baseline did not diverge
     diverged_alone: int = 0
     hardware: tuple[str, ...] = ()  # differences between its machines and the baseline's that affect step times
     other_examples: bool = False  # whether it was evaluated on other examples than the baseline
-    scale: str = ""  # the question whether its metric has another scale than the baseline's; empty: none
     # one sentence for each other property that could explain a difference from the baseline
     sources: tuple[str, ...] = ()
     # whether its policies and the baseline's are all exact and nothing else in the recipe differs
@@ -95,8 +94,6 @@ def _quality(quality: Quality, metric: str, way: Way, doubts: Doubts) -> list[St
     difference, unequal = quality.difference, quality.unequal
     if doubts.other_examples:
         return [Statement("no statement", "quality", (), ("evaluated on other examples than the baseline",))]
-    if doubts.scale:
-        return [Statement("no statement", "quality", (), (doubts.scale,))]
     if difference is None:
         return [Statement("no statement", "quality")]
     number, reasons = Number.of(metric, difference), (SURVIVORS,) if doubts.diverged else ()

@@ -47,6 +47,6 @@ def split_runs(measured: Iterable[Measured]) -> tuple[dict[int, array[float]], l
     for run, series in measured:
         finite = select(series, lambda _, value: math.isfinite(value))
         phases = max(phases, run.phases, key=lambda some: some[-1].end if some else 0)
-        for number, values in (split_series(finite, run.phases) if run.phases else {0: finite.values()}).items():
+        for number, values in split_series(finite, run.phases).items():
             by_phase.setdefault(number, array("d")).extend(values)
     return {number: values for number, values in by_phase.items() if values}, phases

@@ -247,8 +247,9 @@ def meet_rerun(reader: Reader) -> None:
 def meet_archive(reader: Reader) -> None:
     run = write_run(reader.write_recipe())
     (reader.folder / "no.tar.gz").write_bytes(b"\x1f\x8b no archive")
-    reader.meet("compare", "--from", "no.tar.gz")
-    reader.follow("compare/archive.py", "sparsebp archive", run.run_id, "--to", "runs.tar.gz")
+    for place, file in (("sqlite:////none.db", "cli/compare.py"), ("no.tar.gz", "compare/archive.py")):
+        reader.meet("compare", "--from", place)
+        reader.follow(file, "sparsebp archive", run.run_id, "--to", "runs.tar.gz")
     with tarfile.open(reader.folder / "runs.tar.gz") as archive:
         report = archive.extractfile(next(name for name in archive.getnames() if name.endswith("report.html")))
         assert report is not None
@@ -407,7 +408,11 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
     ),
     meet_next: (("cli/summary.py", "sparsebp show {}"), ("cli/summary.py", "sparsebp compare {}")),
     meet_rerun: (("verb/rerun.py", "sparsebp run --like {}"),),
-    meet_archive: (("compare/archive.py", "sparsebp archive"), ("cli/archive.py", "sparsebp compare --from {}")),
+    meet_archive: (
+        ("compare/archive.py", "sparsebp archive"),
+        ("cli/compare.py", "sparsebp archive"),
+        ("cli/archive.py", "sparsebp compare --from {}"),
+    ),
     meet_report: (
         ("compare/report/__init__.py", "sparsebp run {}"),
         ("compare/control.py", "sparsebp run --like {} --name {} {}{}"),
@@ -463,10 +468,6 @@ ELSEWHERE = {
     ("cli/checkup.py", "sparsebp sync --all"): (
         "cli/test_machine.py::test_sync_sends_what_was_not_sent_and_twice_sends_nothing"
     ),
-    (
-        "compare/build.py",
-        "sparsebp sync {}",
-    ): "compare/test_store.py::test_a_run_that_was_sent_in_part_is_shown_as_such_and_counts_nowhere",
     ("tracking/flush.py", "sparsebp sync {}"): (
         "tracking/test_moved.py::test_what_was_deleted_in_the_store_is_brought_back_by_the_command_of_the_warning"
     ),

@@ -122,8 +122,7 @@ def test_the_password_of_a_store_is_not_in_an_archive(call: Cli, write_recipe: W
     [
         (["archive", "@2", "--to", "two.zip"], "an archive is a .tar.gz or .tgz file, got 'two.zip'"),
         (["archive", "@2", "--to", "no/two.tgz"], "there is no folder"),
-        (["show", "@last", "--from", "nowhere"], "--from must be a folder of runs, an archive or"),
-        (["show", "@last", "--from", "http://mlflow.example"], "`compare --from` reads MLflow stores"),
+        (["show", "@last", "--from", "nowhere"], "--from must be a folder of runs or an archive, got 'nowhere'"),
     ],
 )
 def test_a_wrong_place_is_answered_in_one_line(call: Cli, two: list[RunFolder], words: list[str], text: str) -> None:

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from sparsebp_cli.compare import Question, compare_runs
 from sparsebp_cli.compare import archive as store
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
+
+from .conftest import MakeRun
 
 
 def write_tar(path: Path, **members: bytes) -> Path:
@@ -174,6 +177,26 @@ def test_an_archive_has_neither_name_nor_time_of_its_making(tmp_path: Path) -> N
         member = archive.next()
     assert member is not None
     assert (member.mtime, member.mode, member.uid, member.uname) == (0, 0o644, 0, "")
+
+
+def test_runs_that_a_trial_of_an_earlier_release_added_are_compared_with_one_warning(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    topk = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
+    runs = [
+        make_run(name, seed, loss=3.0 + seed / 100, **some)
+        for seed in range(3)
+        for name, some in {"dense": {}, "topk": topk}.items()
+    ]
+    plain = compare_runs(runs, Question(margin=0.02))
+    runs[0].trial_file.write_text('{"metric": "eval/loss"}')
+    store.write_archive(tmp_path / "runs.tar.gz", [member for run in runs for member in store.list_members(run)])
+    archived = [RunFolder(path) for path in sorted((store.open_archive(tmp_path / "runs.tar.gz") / "runs").iterdir())]
+    for some in (runs, archived):
+        found = compare_runs(some, Question(margin=0.02))
+        (added,) = set(found.warnings) - set(plain.warnings)
+        assert added.startswith("`run --until-ci` of 0.5 added seeds until a margin was decided")
+        assert [group.quality.not_worse for group in found.groups] == [g.quality.not_worse for g in plain.groups]
 
 
 @pytest.mark.parametrize("owner", ["this user", "another user"])

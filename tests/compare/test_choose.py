@@ -54,6 +54,17 @@ def test_ids_prefixes_names_newest_tags_and_folders_name_runs(runs: list[RunFold
     assert pick(str(copied)) == [all_ids[0]]
 
 
+def test_seeds_of_another_experiment_were_not_left_out(make_run: MakeRun) -> None:
+    for place, first in (("mine", 0), ("theirs", 5)):
+        for seed in range(first, first + 3):
+            make_run("a", seed, tracking={"experiment": place})
+    everything = local_candidates()
+    mine = choose(everything, [], "experiment=mine", "here")
+    assert describe_left_out(everything, mine) == []
+    (line,) = describe_left_out(everything, mine[:2])
+    assert line.endswith("no number here includes seeds 2")
+
+
 def test_a_word_that_names_nothing_is_answered_in_one_line(runs: list[RunFolder]) -> None:
     with pytest.raises(RunNotFoundError, match=r"^no run matches 'tpok' in here; did you mean topk\?"):
         pick("tpok")

@@ -110,14 +110,29 @@ def test_groups_of_one_name_are_told_apart_and_each_label_is_a_baseline(make_run
         compare_runs(runs, baseline="topk")
 
 
-def test_labels_are_unique_short_and_steer_no_terminal(make_run: MakeRun) -> None:
+def test_labels_are_unique_and_short(make_run: MakeRun) -> None:
     run = load([make_run("dense")], Grouping())[0]
-    members = {f"abcd{n:04x}": [replace(run, name="same")] for n in range(300)}
-    members |= {"ffff": [replace(run, name="a\nb\x1b[31m\u202ered")], "eeee": [replace(run, name="é" * 300)]}
+    members = {f"abcd{n:04x}": [replace(run, name="same")] for n in range(300)} | {"ffff": [run]}
     labels = label_groups(members)
     assert len(set(labels.values())) == len(members)
-    assert labels["ffff"] == "a b [31m red"
-    assert len(labels["eeee"]) == 64
+    assert labels["ffff"] == "dense"
+    assert max(map(len, labels.values())) == len("same#abcd0000")
+
+
+def test_group_by_and_ignore_choose_the_keys_that_decide_and_name_the_others(make_run: MakeRun) -> None:
+    runs = [
+        make_run("dense", seed, loss=2.0 + rate, training={"learning_rate": rate, "warmup_steps": seed})
+        for rate in (0.1, 0.2)
+        for seed in range(3)
+    ]
+    assert len(compare_runs(runs).groups) == 6
+    key = "training.warmup_steps"
+    for grouping in (Grouping(ignore=(key,)), Grouping(by=("learning_rate",)), Grouping.parse("learning_rate", None)):
+        found = compare_runs(runs, Question(grouping=grouping))
+        assert [group.seeds for group in found.groups] == [(0, 1, 2), (0, 1, 2)]
+        assert sum(f"its runs differ in {key}, which" in line for line in found.warnings) == 2
+    with pytest.raises(UsageError, match=r"--ignore: no run has the key 'warmup_step'; did you mean"):
+        compare_runs(runs, Question(grouping=Grouping(ignore=("warmup_step",))))
 
 
 def test_another_census_of_the_data_is_a_confound_with_its_numbers(make_run: MakeRun) -> None:

@@ -12,7 +12,7 @@ from sparsebp_cli.compare.published import Paper, PaperClaim, hold_beside, make_
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.recipe.loader import load_recipe
 from sparsebp_cli.run import History, State
-from sparsebp_cli.run.series import Series
+from sparsebp_cli.run.series import add_together
 from sparsebp_lab.study.loader import load_study
 from sparsebp_lab.study.place import move
 
@@ -160,8 +160,10 @@ def test_a_target_from_the_command_line_takes_the_place_of_all(file: Path) -> No
 def _run(name: str, seed: int, **metrics: dict[int, float]) -> LoadedRun:
     history = History()
     for key, points in metrics.items():
-        history.metrics[key.replace("_", "/", 1)] = Series({step: (0.0, value) for step, value in points.items()})
-    return LoadedRun(name, name, seed, name, {}, 0.0, history, State.FINISHED, steps_planned=None)
+        for step, value in points.items():
+            add_together(history.metrics, step, 0.0, {key.replace("_", "/", 1): value})
+    recipe: dict[str, object] = {"policy": [], "training": {"max_steps": 2, "per_device_train_batch_size": 1}}
+    return LoadedRun(name, name, seed, name, recipe, 0.0, history, State.FINISHED, steps_planned=2)
 
 
 def test_numbers_are_reduced_by_what_they_are_and_ratios_are_paired_by_seed() -> None:

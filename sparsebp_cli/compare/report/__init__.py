@@ -239,7 +239,7 @@ def runs_grid(comparison: Comparison) -> Grid:
         rows.append(
             (
                 run.label,
-                show.NONE if run.seed is None else str(run.seed),
+                str(run.seed),
                 run.run_id,
                 run.state if run.counts or run.state in run.reason else f"{run.state}; {run.reason}",
                 str(run.steps),
@@ -273,11 +273,10 @@ def environment_grid(comparison: Comparison) -> Grid:
 
 @dataclass(frozen=True)
 class RecipeText:
-    """A recipe as YAML. ``file_name`` is empty for another program's parameters, which SparseBP cannot run."""
+    """A recipe as YAML."""
 
-    title: str
+    file_name: str
     text: str
-    file_name: str = ""
 
     @property
     def base64(self) -> str:
@@ -293,19 +292,13 @@ class Appendix:
     commands: tuple[str, ...]
     recipes: tuple[RecipeText, ...]
 
-    @property
-    def has_recipes(self) -> bool:
-        """Whether SparseBP can run at least one of the recipes."""
-        return any(recipe.file_name for recipe in self.recipes)
-
 
 def make_appendix(comparison: Comparison, command: str) -> Appendix:
     """Collect the commands and recipes. An empty ``command`` is left out."""
     lines = []
     for group in comparison.groups:
-        if group.policies:
-            seeds = ",".join(str(seed) for seed in group.seeds)
-            lines.append(f"sparsebp run {_file_name(group)}" + (f" --seeds {seeds}" if seeds else ""))
+        seeds = ",".join(str(seed) for seed in group.seeds)
+        lines.append(f"sparsebp run {_file_name(group)}" + (f" --seeds {seeds}" if seeds else ""))
     if command:
         lines.append(mask(command))
     versions = sorted({run.version for run in comparison.runs if run.version})
@@ -323,9 +316,7 @@ def _recipe(group: Group) -> RecipeText:
     import yaml
 
     text = yaml.safe_dump(_without_store(group.recipe), sort_keys=False, allow_unicode=True, width=100)
-    if not group.policies:
-        return RecipeText(f"{group.label}: parameters, as another program logged them", text)
-    return RecipeText(_file_name(group), text, _file_name(group))
+    return RecipeText(_file_name(group), text)
 
 
 def _without_store(recipe: dict[str, object]) -> dict[str, object]:

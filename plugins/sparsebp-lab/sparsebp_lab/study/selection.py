@@ -159,7 +159,7 @@ def _describe(trials: Sequence[Listed], runs_of: _Runs, *, is_chosen: bool) -> T
     runs = [run for trial in trials if (run := runs_of.load(trial)) is not None and run.finished]
     metric, _ = _find_decisive(runs)
     values = [value for run in runs for value in run.evaluations(metric)[-1:]]
-    seeds = tuple(run.seed for run in runs if run.seed is not None)
+    seeds = tuple(run.seed for run in runs)
     mean = statistics.fmean(values) if values else None
     return TunedLine(
         trials[0].arm, trials[0].combination, seeds, metric, mean, is_chosen, any(trial.pruned for trial in trials)
