@@ -10,12 +10,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import stat
 import tarfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BufferedReader, FileIO, UnsupportedOperation
 from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn, Self
@@ -26,7 +23,7 @@ MIB = 1 << 20
 LARGEST_PLAN = 4 * MIB  # ours have a few kilobytes, and up to 200,000 characters of uncommitted changes
 LARGEST_SMALL = MIB  # of labels and similar files
 LARGEST_JOURNAL = 2 << 30
-LARGEST_ARTIFACT = 64 * MIB  # of a run in a store: its event log without per-step metrics
+LARGEST_ARTIFACT = 64 * MIB  # of other JSON files: the record of a study, the index of a model's weights
 LONGEST_LINE = 16 * MIB  # of an event log: the losses of half a million validation examples
 LARGEST_HEADER = 64 * 1024  # of an archive member with a long name: a path has at most 4,096 bytes
 LARGEST_HEADERS = 16 * MIB  # of all members together
@@ -96,35 +93,6 @@ def read_json(file: Path, largest: int) -> Any:
         return json.loads(read_bounded(file, largest))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-_limit_lock = threading.Lock()
-_limits: list[int] = []  # limits in force, one for each open block
-
-
-@contextmanager
-def limit_files(largest: int) -> Iterator[None]:
-    """Limit every file that this process or a child writes in this block; larger writes raise ``OSError``. This bounds
-    downloads of libraries, whose buffers cannot be counted. If several blocks are open, the largest limit applies."""
-    with _limit_lock:
-        _limits.append(largest)
-        _apply_limits()
-    try:
-        yield
-    finally:
-        with _limit_lock:
-            _limits.remove(largest)
-            _apply_limits()
-
-
-_given_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-
-def _apply_limits() -> None:
-    soft, hard = _given_limit
-    wanted = max(_limits, default=soft)
-    known = [limit for limit in (wanted, soft) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (min(known, default=resource.RLIM_INFINITY), hard))
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:

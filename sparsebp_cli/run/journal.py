@@ -33,24 +33,23 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import UnsupportedOperation
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from sparsebp_cli.durable import sync
 from sparsebp_cli.run.budget import LARGEST_SMALL, open_regular, open_to_append, read_json, read_lines
 from sparsebp_cli.run.metric import EVAL_LOSS, Metric, find_known
-from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, is_record, parse_record, to_json
+from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, parse_record, to_json
 from sparsebp_cli.run.record_type import CurveValues, EndRecord, Facts, ProofValues, Record
 from sparsebp_cli.run.series import Series, add_together
 
 FILE = "journal.jsonl"
 OUTLINE = "outline.json"
 VERSION = 1
-ADDED = ("test_examples", "samples", "scores")  # parts that the logs of older runs lack
 MOST_UNREADABLE = 4  # places that are named; a list of runs shows no more
 
 
@@ -171,7 +170,7 @@ class History:
     """The content of an event log, with repeated steps merged."""
 
     # metric name to step to (time in seconds since 1970, value)
-    metrics: MutableMapping[str, Series] = field(default_factory=dict)
+    metrics: dict[str, Series] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)  # later attempts overwrite earlier ones
     environments: list[dict[str, object]] = field(default_factory=list)  # one per attempt
     notes: list[tuple[int, str, str]] = field(default_factory=list)  # (attempt, level, text), in order
@@ -210,7 +209,7 @@ class History:
         return describe_unreadable(self.unreadable)
 
     def dump(self) -> dict[str, object]:
-        """Return everything but metrics as plain data for :meth:`take`."""
+        """Return everything but metrics and curves as plain data."""
         return {
             "facts": self.facts,
             "environments": self.environments,
@@ -223,19 +222,6 @@ class History:
             "samples": self.samples,
             "scores": self.scores,
         }
-
-    def take(self, dumped: Mapping[str, object]) -> None:
-        """Add what :meth:`dump` returned, after JSON and a store may have changed it. Leave out invalid records."""
-        for part in ("facts", "environments", "notes", "ends", "layers", "examples", *ADDED):
-            try:
-                records = [HEAD | record for record in _undump(part, dumped)]
-            except (AttributeError, KeyError, TypeError, ValueError):
-                records = [{}]
-            for record in records:
-                if is_record(record):
-                    self.add(record)
-                elif part not in self.unreadable:
-                    self.unreadable.append(part)
 
     def add(self, record: Record) -> dict[str, float]:
         """Add one record of :func:`read`. Return the new metric values, without those of a repeated step."""
@@ -314,31 +300,6 @@ def describe_unreadable(places: Sequence[str]) -> str:
         return ""
     parts = ", ".join(places[:3]) + ", ..." * (len(places) > 3)
     return f"{parts} of its event log cannot be read and {'are' if len(places) > 1 else 'is'} left out"
-
-
-HEAD = {"attempt": 1, "time": 0.0}  # common fields for records from a store, which does not keep them
-
-
-def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, object]]:
-    content = dumped.get(part, {}) if part in ADDED else dumped[part]
-    match part:
-        case "facts":
-            return [{"kind": "facts", "values": content}]
-        case "environments":
-            starts = zip(dumped["warm"], content, strict=True)
-            return [{"kind": "attempt", "attempt": a, "from_step": s, "environment": e} for (a, s), e in starts]
-        case "notes":
-            return [{"kind": "note", "attempt": a, "level": level, "text": text} for a, level, text in content]
-        case "ends":
-            return [{"kind": "end"} | end for end in content]
-        case "test_examples" | "samples":
-            kind, by_split = ("examples", {"test": content}) if part == "test_examples" else (part, content)
-            return [
-                {"kind": kind, "split": split, "step": int(step), "values": values}
-                for split, some in by_split.items()
-                for step, values in some.items()
-            ]
-    return [{"kind": part, "step": int(step), "values": values} for step, values in content.items()]
 
 
 @dataclass

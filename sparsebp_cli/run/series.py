@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from typing import TypeVar
 
 from sparsebp_cli.run.column import Column
@@ -119,11 +119,9 @@ class _Rows:
 class Series(_Points[Timed]):
     """Map steps to time and value. The first value of a step counts, so points are only added."""
 
-    def __init__(self, points: Mapping[int, Timed] | None = None) -> None:
+    def __init__(self) -> None:
         self._rows = _Rows(1)
         self._values: Column[float] = Column("d")
-        for step, (time, value) in (points or {}).items():
-            add_together({"": self}, step, time, {"": value})
 
     @property
     def _steps(self) -> Steps:
@@ -140,9 +138,7 @@ class Series(_Points[Timed]):
         return zip(self._rows.times, self._values, strict=True)
 
 
-def add_together(
-    metrics: MutableMapping[str, Series], step: int, time: float, values: Mapping[str, float]
-) -> dict[str, float]:
+def add_together(metrics: dict[str, Series], step: int, time: float, values: Mapping[str, float]) -> dict[str, float]:
     """Add the values that were logged together at one step and time. Return the values of metrics that had none at this
     step. Metrics that are always logged together share one column of steps and times."""
     if unknown := [name for name in values if name not in metrics]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
 
 RUN_ID = "sparsebp.run_id"
-TRIAL = "sparsebp.trial"  # of runs that `run --until-ci` of 0.5 trained
 TAGS, NOTE = "sparsebp.tags", "sparsebp.note"
 SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.LIMIT, metric.REACHED_SHARE, metric.COSINE)
 LONGEST_VALUE = 6000  # of a parameter, in MLflow 3.17
@@ -92,11 +91,6 @@ def tags(plan: Plan, history: History, state: State, labels: Labels | None = Non
     return {key: value[:LONGEST_TAG] for key, value in found.items()}
 
 
-def read_labels(tags: Mapping[str, str]) -> Labels:
-    """Return the labels of a run from its tags in the store."""
-    return Labels(tuple(filter(None, tags.get(TAGS, "").split(","))), tags.get(NOTE, ""))
-
-
 def artifacts(plan: Plan, history: History) -> dict[str, str]:
     """Return the run's artifacts as file name to content. They are texts, not a folder, so no link is followed."""
     dumped = plan.model_dump(mode="json")
@@ -147,7 +141,7 @@ def _describe_run(plan: Plan, history: History, state: State) -> str:
 
 
 def _describe_history(history: History) -> str:
-    """Return the event log's content besides metrics, so that the run can be restored from the store alone."""
+    """Return the event log's content besides metrics, which MLflow has already."""
     return json.dumps(history.dump(), allow_nan=True) + "\n"
 
 

@@ -110,10 +110,9 @@ ENVIRONMENT = {
 }
 
 
-def open_client(uri: str, *, upgrade: bool = False) -> MlflowClient:
+def open_client(uri: str) -> MlflowClient:
     """Connect to a store whose URI ``resolve_uri`` returned. Create a missing sqlite database, one process at a time.
-    ``upgrade`` brings a database of an earlier MLflow to this version, which only a copy should be. The client raises
-    many kinds of errors; the caller must turn them into one line."""
+    The client raises many kinds of errors; the caller must turn them into one line."""
     for name, value in ENVIRONMENT.items():
         # The user's settings take precedence.
         os.environ.setdefault(name, value)
@@ -127,8 +126,6 @@ def open_client(uri: str, *, upgrade: bool = False) -> MlflowClient:
         return MlflowClient(uri)
     with sqlite_lock(uri):
         _create_database(uri)
-        if upgrade:
-            _upgrade_database(uri)
         return MlflowClient(uri)
 
 
@@ -222,21 +219,3 @@ def _create_database(uri: str) -> None:
         engine.dispose()
     if not has_tables:
         SqlAlchemyStore(uri, root)
-
-
-def _upgrade_database(uri: str) -> None:
-    import mlflow
-    import sqlalchemy
-    from alembic.util import CommandError
-    from mlflow.store.db.utils import _upgrade_db
-
-    engine = sqlalchemy.create_engine(uri)
-    try:
-        _upgrade_db(engine)
-    except CommandError:
-        raise TrackingError(
-            f"a newer MLflow than {mlflow.__version__}, which is installed here, wrote it: start `mlflow server` with "
-            "the newer one, and give its address"
-        ) from None
-    finally:
-        engine.dispose()

@@ -12,7 +12,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, create_run, home
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.target.archive import merge_into_run
-from sparsebp_cli.tracking.content import read_labels, tags
+from sparsebp_cli.tracking.content import tags
 from sparsebp_lab.study.record import StudyRecord
 
 from .conftest import Cli, Write, write_run
@@ -188,12 +188,10 @@ def test_what_comes_from_another_machine_changes_no_labels(three: list[RunFolder
     assert Labels.load(three[0].path).tags == ("best",)
 
 
-def test_a_store_has_the_labels_and_gives_them_back(three: list[RunFolder]) -> None:
+def test_a_store_has_the_labels(three: list[RunFolder]) -> None:
     plan, labels = Plan.load(three[0].plan_file), Labels(("best", "paper"), "a note")
     sent = tags(plan, History.load(three[0].path), State.FINISHED, labels)
     assert (sent["sparsebp.tags"], sent["sparsebp.note"]) == ("best,paper", "a note")
-    assert read_labels(sent) == labels
-    assert read_labels({}) == Labels()
 
 
 def test_a_folder_without_a_journal_is_listed(call: Cli, three: list[RunFolder]) -> None:

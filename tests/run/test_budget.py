@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tarfile
@@ -200,35 +199,6 @@ def test_a_file_is_appended_to_or_made_and_a_missing_folder_is_an_error(tmp_path
         assert not os.get_inheritable(opened.fileno())
     with pytest.raises(FileNotFoundError):
         budget.open_to_append(tmp_path / "none" / "file")
-
-
-def test_files_are_limited_by_the_largest_block_and_as_before_after_it(tmp_path: Path) -> None:
-    def write(size: int) -> None:
-        (tmp_path / "file").write_bytes(bytes(size))
-
-    with budget.limit_files(1000):
-        write(1000)
-        with pytest.raises(OSError, match="File too large"):
-            write(1001)
-        with budget.limit_files(2000):
-            write(2000)
-            with pytest.raises(OSError, match="File too large"):
-                write(2001)
-        with pytest.raises(OSError, match="File too large"):
-            write(1001)
-    write(5000)
-    assert resource.getrlimit(resource.RLIMIT_FSIZE) == budget._given_limit
-
-
-def test_a_lower_limit_of_the_process_stays_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = budget._given_limit
-    monkeypatch.setattr(budget, "_given_limit", (500, given[1]))
-    try:
-        with budget.limit_files(1000):
-            assert resource.getrlimit(resource.RLIMIT_FSIZE) == (500, given[1])
-        assert resource.getrlimit(resource.RLIMIT_FSIZE) == (500, given[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, given)
 
 
 def test_a_large_plan_and_an_endless_one_are_not_read(tmp_path: Path) -> None:
