@@ -36,7 +36,9 @@ class Grouping:
                 raise UsageError(f"{option}: no run has the key {key!r}{did_you_mean(key, list(known))}")
 
     def _hash(self, run: LoadedRun) -> str:
-        return content_hash({k: v for k, v in run.flat.items() if not k.startswith(NOT_THE_RESULT) and not self.hides(k)})
+        return content_hash(
+            {k: v for k, v in run.flat.items() if not k.startswith(NOT_THE_RESULT) and not self.hides(k)}
+        )
 
     def hides(self, path: str) -> bool:
         """Return whether a key is the seed or is ignored, so that it does not distinguish runs."""
