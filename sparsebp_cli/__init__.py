@@ -45,8 +45,6 @@ __all__ = [
     "DivergedError",
     "Engine",
     "GradStore",
-    "Phase",
-    "PhasedEngine",
     "PolicyCallback",
     "PolicyError",
     "PolicyTrainer",
@@ -61,7 +59,6 @@ __all__ = [
     "UsageError",
     "__version__",
     "attach",
-    "attach_phases",
     "find_policies",
     "make_policy",
     "memory_trace",
@@ -73,10 +70,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward import (
         Engine,
         GradStore,
-        Phase,
-        PhasedEngine,
         attach,
-        attach_phases,
         segmented_backward,
     )
     from sparsebp_cli.composition import BackwardOptions
@@ -86,13 +80,10 @@ if TYPE_CHECKING:
 else:
     _ROOMS = {
         "attach": "sparsebp_cli.backward",
-        "attach_phases": "sparsebp_cli.backward",
         "audit": "sparsebp_cli.auditor",  # moved; the next release removes it
         "BackwardOptions": "sparsebp_cli.composition",
         "Engine": "sparsebp_cli.backward",
         "GradStore": "sparsebp_cli.backward",
-        "Phase": "sparsebp_cli.backward",
-        "PhasedEngine": "sparsebp_cli.backward",
         "PolicyCallback": "sparsebp_cli.trainer",
         "PolicyTrainer": "sparsebp_cli.trainer",
         "find_policies": "sparsebp_cli.policy",

@@ -41,8 +41,7 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     )
     parts = [head("Recipe keys", TEXT), "## Top level\n", _table(full, sections, [base])]
     for key, option in full["properties"].items():
-        name = _reference(option)
-        if name and name != "PolicyEntry":
+        if name := _reference(option):
             parts += _section(key, sections[name], sections)
         if key == "target":
             parts += [part for kind, found in built_in_targets().items() for part in _kind(kind, found)]
@@ -89,7 +88,7 @@ def show_default(option: dict[str, Any], *, required: bool) -> str:
 def _section(key: str, section: dict[str, Any], sections: dict[str, Any]) -> list[str]:
     parts = [f"## {key}\n", unwrap(section.get("description")), "", _table(section, sections)]
     for inner, option in section["properties"].items():
-        if (name := _reference(option)) and name != "PolicyEntry":
+        if name := _reference(option):
             parts += _section(f"{key}.{inner}", sections[name], sections)
     return parts
 
@@ -117,5 +116,4 @@ def _table(
 def _reference(option: dict[str, Any]) -> str:
     """Return the section that an option refers to, directly or as one of its choices."""
     choices = [option, *option.get("anyOf", []), *option.get("allOf", [])]
-    choices += [choice["items"] for choice in choices if "items" in choice]  # a list of sections, such as phases
     return next((choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice), "")

@@ -37,7 +37,6 @@ from sparsebp_cli.backward.observe.internals import find_attentions, misses_grad
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace, is_in_backward
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes, saved_bytes, tensor_bytes
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
-from sparsebp_cli.backward.phase import Phase, PhasedEngine, attach_phases
 from sparsebp_cli.backward.proof.fidelity import Fidelity, GradientComparison, compare_gradients
 from sparsebp_cli.backward.proof.movement import Moved, Movement
 from sparsebp_cli.backward.proof.proof import Overclaim, PassCount, Proof
@@ -67,8 +66,6 @@ __all__ = [
     "Overclaim",
     "PassCount",
     "PassEstimate",
-    "Phase",
-    "PhasedEngine",
     "PolicyStates",
     "Proof",
     "Report",
@@ -82,7 +79,6 @@ __all__ = [
     "SiteReport",
     "TrialExtension",
     "attach",
-    "attach_phases",
     "autocast",
     "bind_arguments",
     "check_logits",

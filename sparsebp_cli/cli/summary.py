@@ -11,7 +11,7 @@ from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.run.journal import list_asked
 from sparsebp_cli.run.metric import Metric
-from sparsebp_cli.run.policy_phase import Phases, is_dense, read_phases, weigh_series
+from sparsebp_cli.run.stored_policy import is_dense
 from sparsebp_cli.run.visible import make_visible
 
 if TYPE_CHECKING:
@@ -113,9 +113,7 @@ def _choose(rows: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def summary_rows(history: History, recipe: dict[str, Any], *, brief: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the known values of a run as label and text. Probe results of phases are averaged over the steps. ``brief``
-    shortens cost and memory."""
-    phases = read_phases(recipe)
+    """Yield the known values of a run as label and text. ``brief`` shortens cost and memory."""
     for key, label in zip(DURING, JUDGED, strict=True):
         if values := list(history.series(key.name).values()):
             yield f"eval {label}", f"first {values[0]:.4f}, last {values[-1]:.4f}"
@@ -130,21 +128,20 @@ def summary_rows(history: History, recipe: dict[str, Any], *, brief: bool = Fals
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)
-    if text := _cost(history, phases, brief=brief):
+    if text := _cost(history, recipe, brief=brief):
         yield "cost", text
     if text := _speed(history, recipe):
         yield "speed", text
     if text := _memory(history, brief=brief):
         yield "memory", text
-    executed, dense = (_last(history, which, phases) for which in (metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE))
+    executed, dense = (history.last(which.name) for which in (metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE))
     if executed is not None and dense:
         both = f"{show_count(executed, 'FLOP')} executed, with every gradient (dense) {show_count(dense, 'FLOP')}"
-        where = "the last probe" if len(phases) == 1 else "the last probes of the phases, mean over their steps"
-        yield "backward", f"{both} ({show_share(executed / dense)}), at {where}"
+        yield "backward", f"{both} ({show_share(executed / dense)}), at the last probe"
     if trials := history.series(metric.PROBING_FLOPS.name):
         when = ", ".join(map(str, trials))
         yield "trials", f"{show_count(sum(trials.values()), 'FLOP')} of trial passes, before step {when}"
-    last = (("proof", _proof(history, phases)), ("fidelity", _fidelity(history)))
+    last = (("proof", _proof(history)), ("fidelity", _fidelity(history)))
     yield from ((label, text) for label, text in last if text)
 
 
@@ -160,14 +157,9 @@ def _declared_rows(history: History) -> Iterator[tuple[str, str]]:
             yield name.replace("/", " "), f"first {values[0]:.4f}, last {values[-1]:.4f}"
 
 
-def _last(history: History, which: Metric, phases: Phases[dict[str, Any]]) -> float | None:
-    """Return the last value of a metric; with a schedule, the mean of the phases' last values. None without values."""
-    return weigh_series(history.series(which.name), phases, lambda values: values[-1])
-
-
-def _proof(history: History, phases: Phases[dict[str, Any]]) -> str:
+def _proof(history: History) -> str:
     """Describe the proof. Report a claim that any probe found broken."""
-    claimed, executed = (_last(history, which, phases) for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE))
+    claimed, executed = (history.last(which.name) for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE))
     parts = []
     if claimed is not None and executed is not None:
         parts.append(
@@ -220,14 +212,14 @@ def _training(history: History) -> str:
     return ", ".join(parts)
 
 
-def _cost(history: History, phases: Phases[dict[str, Any]], *, brief: bool) -> str:
+def _cost(history: History, recipe: dict[str, Any], *, brief: bool) -> str:
     """Return the FLOPs of all steps, and their fraction of dense's."""
     steps, dense = (history.series(name.name) for name in (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS))
     flops = sum(steps.values())
     if not flops or not dense:
         return ""
     text = f"{show_count(flops, 'FLOP')} for {len(steps)} steps" + ("" if brief else ", updates included")
-    if is_dense(phases):
+    if is_dense(recipe):
         return text
     return f"{text}, {flops / sum(dense.values()):.2f} of dense's" + ("" if brief else " on the same batches")
 
@@ -244,7 +236,7 @@ def _speed(history: History, recipe: dict[str, Any]) -> str:
     from sparsebp_cli.compare.loaded import LoadedRun
     from sparsebp_cli.compare.saving import find_saving
 
-    if is_dense(read_phases(recipe)):
+    if is_dense(recipe):
         return ""  # dense against dense only measures the machine
     steps = int(recipe["training"]["max_steps"])
     found = find_saving([LoadedRun("", "", 0, "", recipe, 0.0, history, State.FINISHED, steps)])

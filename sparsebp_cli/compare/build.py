@@ -30,7 +30,7 @@ from sparsebp_cli.compare.figure import (
     thin,
 )
 from sparsebp_cli.compare.load import load
-from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, Point
+from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun, Point
 from sparsebp_cli.compare.margin import NotWorse, decide_all, withhold
 from sparsebp_cli.compare.measured import Quality, Reach
 from sparsebp_cli.compare.published import Published, hold_beside
@@ -57,7 +57,7 @@ from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.journal import list_samples
 
 # Keys that do not change a result. Keys of policies are compared elsewhere.
-NO_CHANGE = ("name", *POLICY_KEYS, "tracking.", "target.", "checkpoint.", "measure.")
+NO_CHANGE = ("name", POLICY_KEY, "tracking.", "target.", "checkpoint.", "measure.")
 BROKEN = 1e150  # its square overflows, so a run that reached it counts as diverged
 MOST_POINTS_IN_ALL = 40_000  # points of one metric over all runs that a page can hold
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from sparsebp_cli.compare.expression import Condition, parse
 from sparsebp_cli.compare.grouping import SEED
 from sparsebp_cli.compare.load import load_folder
-from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
+from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
 from sparsebp_cli.run.folder import SHORTEST_PREFIX, is_file, list_folders
@@ -86,7 +86,7 @@ SPECIAL: dict[str, Callable[[RunCandidate], Sequence[object]]] = {
     "created": lambda run: [run.created] if run.created else [],
     "state": lambda run: run.read(lambda loaded: str(loaded.state)),
     "seed": lambda run: [run.flat[SEED]] if SEED in run.flat else [],
-    "policy": lambda run: [v for key, v in run.flat.items() if key.startswith(POLICY_KEYS) and key.endswith(".name")],
+    "policy": lambda run: [v for key, v in run.flat.items() if key.startswith(POLICY_KEY) and key.endswith(".name")],
     "tag": lambda run: list(run.labels.tags),
     "note": lambda run: [run.labels.note] if run.labels.note else [],
     "experiment": lambda run: run.named("tracking.experiment"),

@@ -9,9 +9,8 @@ from typing import Any
 from sparsebp_cli.compare.comparison import COMPILATION, Change, Confound, Group
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
-from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
+from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun, flatten
 from sparsebp_cli.compare.whole import whole_median
-from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.census import summarise_census
@@ -203,9 +202,9 @@ def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
 
 def _recipe_warning(group: Group) -> str:
     """Warn if another key of the recipe changed, to which the policy's effect could be due."""
-    usual = (*POLICY_KEYS, "measure.", "checkpoint.", "target.")
+    usual = (POLICY_KEY, "measure.", "checkpoint.", "target.")
     keys = [c.key for c in group.changes if not f"{c.key}.".startswith(usual)]
-    if not keys or not any(f"{change.key}.".startswith(POLICY_KEYS) for change in group.changes):
+    if not keys or not any(f"{change.key}.".startswith(POLICY_KEY) for change in group.changes):
         return ""
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return f"{group.label} differs from the baseline in more than the policy: {', '.join(keys[:3])}{more}"
@@ -263,18 +262,10 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
 NOT_A_CHANGE = ("name", "tracking.")
 
 
-def _join_phases(run: LoadedRun) -> dict[str, Any]:
-    """Return the recipe by dotted path, with all policies in one line."""
-    rest = {key: value for key, value in run.flat.items() if not key.startswith(POLICY_KEYS)}
-    return rest | {"schedule": describe_policies(run.recipe)}
-
-
 def find_changes(baseline: LoadedRun, other: LoadedRun, grouping: Grouping) -> tuple[Change, ...]:
     """Return the keys in which two recipes differ, in the order of a recipe, with both values. Names, tracking, seeds
-    and keys that the grouping ignores do not count. If one side has a schedule, policies are compared in one line."""
-    runs = (baseline, other)
-    has_phases = any("schedule" in run.recipe for run in runs)
-    a, b = (_join_phases(run) if has_phases else run.flat for run in runs)
+    and keys that the grouping ignores do not count."""
+    a, b = baseline.flat, other.flat
     paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
     sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
     paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)

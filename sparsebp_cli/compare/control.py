@@ -19,18 +19,17 @@ from pydantic import ValidationError
 from sparsebp_cli.compare.comparison import Control, ControlRuns, Kind
 from sparsebp_cli.compare.cost import SAVES, StepCost, count_examples, find_step_cost, find_step_flops, is_near, whole
 from sparsebp_cli.compare.example import have_other_examples
-from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun
+from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun
 from sparsebp_cli.compare.question import Members
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.policy.discovery import find_policy
-from sparsebp_cli.run.policy_phase import read_phases
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
 # Keys in which a dense control may differ: its data and its cost qualify it as a control.
 OWN = (
-    *POLICY_KEYS,
+    POLICY_KEY,
     "backward.",
     "dataset.max_train_examples",
     "training.max_steps",
@@ -182,7 +181,7 @@ def _relative_cost(
         else:
             less = 1.0 - 1.0 / num_steps
         return relative if is_near(relative, relative * less) else None
-    if not _same_but(some[-1], newest, tuple(key for key in OWN if key not in CHANGES_BATCH)):
+    if not _same_but(some[-1], newest, *(key for key in OWN if key not in CHANGES_BATCH)):
         return None
     timed = find_step_cost(counted)  # an exact policy may save too
     if timed is None and any(entry.get("name") != "dense" for entry in some[-1].policies):
@@ -251,7 +250,7 @@ def _name(kind: Kind, changes: Sequence[str]) -> str:
 def _is_dense_on_the_same(some: Sequence[LoadedRun], runs: Sequence[LoadedRun]) -> bool:
     """Return whether runs compute the gradient of one model on the same data and evaluate the same examples."""
     here, there = some[-1], runs[-1]
-    if not here.exact or not _same_but(here, there, OWN) or have_other_examples(some, runs):
+    if not here.exact or not _same_but(here, there, *OWN) or have_other_examples(some, runs):
         return False
     fewer = _num_train(here) != _num_train(there)
     digests = [{str(d) for run in each if (d := run.history.facts.get("dataset_digest"))} for each in (some, runs)]
@@ -267,16 +266,16 @@ def _find_plain(dense: Members, run: LoadedRun) -> str:
         and count_examples(some[-1]) == count_examples(run)
         and _num_train(some[-1]) == _num_train(run)
     ]
-    same = [group for group in equal if _same_but(dense[group][-1], run, POLICY_KEYS)]
+    same = [group for group in equal if _same_but(dense[group][-1], run, POLICY_KEY)]
     return next(iter(same or equal), "")
 
 
 def _start_of_dense(members: Members, run: LoadedRun) -> LoadedRun:
     """Choose one run for all groups that share a dense control, so that the control is made once."""
-    return next(some[-1] for some in members.values() if _same_but(some[-1], run, POLICY_KEYS))
+    return next(some[-1] for some in members.values() if _same_but(some[-1], run, POLICY_KEY))
 
 
-def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
+def _same_but(a: LoadedRun, b: LoadedRun, *allowed: str) -> bool:
     keys = {key for key in a.flat.keys() | b.flat.keys() if a.flat.get(key) != b.flat.get(key)}
     return all(key.startswith((*NOT_THE_RESULT, *allowed)) for key in keys)
 
@@ -310,16 +309,11 @@ def _make_once(text: str) -> Policy | None:
 
 
 def _is_random_at_budget(random: LoadedRun, run: LoadedRun, drawn: Sequence[Entry | None]) -> bool:
-    """Return whether a run has the same recipe with each policy of each phase replaced by its random control."""
-    if _lengths(random) != _lengths(run) or not _same_but(random, run, POLICY_KEYS):
+    """Return whether a run has the same recipe with each policy replaced by its random control."""
+    if len(random.policies) != len(run.policies) or not _same_but(random, run, POLICY_KEY):
         return False
     wanted = [control or entry for control, entry in zip(drawn, run.policies, strict=True)]
     return all(_has(entry, control) for entry, control in zip(random.policies, wanted, strict=True))
-
-
-def _lengths(run: LoadedRun) -> list[tuple[float | None, int]]:
-    """Return the end of each phase and its number of policies."""
-    return [(phase.until, len(phase.policies)) for phase in read_phases(run.recipe)]
 
 
 def _has(entry: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
@@ -335,13 +329,8 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> Con
     if UNKNOWN in drawn:
         return None
     wanted = [control or entry for control, entry in zip(drawn, runs[-1].policies, strict=True)]
-    given = iter([{key: value for key, value in entry.items() if value is not None} for entry in wanted])
-    phases = [
-        ({} if phase.until is None else {"until": phase.until}) | {"policy": [next(given) for _ in phase.policies]}
-        for phase in read_phases(runs[-1].recipe)
-    ]
-    change = f"schedule={json.dumps(phases)}" if len(phases) > 1 else f"policy={json.dumps(phases[0]['policy'])}"
-    return _run(runs, runs[-1], [change], f"{runs[-1].name}-random"[:64])
+    given = [{key: value for key, value in entry.items() if value is not None} for entry in wanted]
+    return _run(runs, runs[-1], [f"policy={json.dumps(given)}"], f"{runs[-1].name}-random"[:64])
 
 
 def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> ControlRuns:

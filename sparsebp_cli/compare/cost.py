@@ -7,13 +7,12 @@ because they depend on one machine and one implementation.
 Older runs did not count each step. Their cost is a ratio on the same batch: ``B P + u`` a step, in units of dense
 forward and backward of one example. B is the number of examples a step, P the time of forward and backward with the
 policy over dense's, and u the update. A dense step of b examples costs ``b + u``, and a run its steps times that.
-P is the median over all probes of all seeds; with a schedule, the mean of the medians over its phases. In a probe,
-dense and policy alternate on one batch, so a busy machine slows down both. Without probes, counted FLOPs are used. The
-FLOPs of trial passes before a step, over those of a dense step, are added and spread over all steps. Work that was
-counted as equal to dense costs as much as dense: if two clocks disagree about equal work, they measured the machine.
-u is the time of the update over that of forward and backward in the same steps. Seconds of different runs are never
-compared. Such a ratio ignores what changes the batch itself, such as ``training.group_by``. So older runs that differ
-in it are never controls of each other.
+P is the median over all probes of all seeds. In a probe, dense and policy alternate on one batch, so a busy machine
+slows down both. Without probes, counted FLOPs are used. The FLOPs of trial passes before a step, over those of a dense
+step, are added and spread over all steps. Work that was counted as equal to dense costs as much as dense: if two clocks
+disagree about equal work, they measured the machine. u is the time of the update over that of forward and backward in
+the same steps. Seconds of different runs are never compared. Such a ratio ignores what changes the batch itself, such
+as ``training.group_by``. So older runs that differ in it are never controls of each other.
 """
 
 from __future__ import annotations
@@ -200,12 +199,12 @@ def time_probes(run: LoadedRun) -> dict[int, float]:
 
 def find_limit(runs: Iterable[LoadedRun]) -> float | None:
     """Return the largest speed-up of forward and backward that the policies could give on the probes' batches."""
-    return whole_median(((run, run.series(metric.LIMIT.name)) for run in runs), is_speedup=True)
+    return whole_median((run, run.series(metric.LIMIT.name)) for run in runs)
 
 
 def count_probed(run: LoadedRun) -> dict[int, float]:
     """Return the FLOPs of forward and backward over dense's, by step of a probe. Older runs lack the dense forward, but
-    have the ratio of the first step of each phase."""
+    have the ratio of the first step."""
     if not run.series(metric.DENSE_FORWARD.name) and (first := run.series(metric.CHOICE_COST.name)):
         return {max(1, step): ratio for step, ratio in first.items()}
     forward, executed = (run.series(x.name) for x in (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED))

@@ -144,7 +144,7 @@ def _proven_claims(run: LoadedRun) -> dict[int, float]:
         for which in (metric.BACKWARD_DENSE, metric.BACKWARD_EXECUTED, metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
     saving = [step for step in done if step in dense and step in executed and step in claimed and done[step] < 1.0]
-    nothing = {step: dense[step] for step in claimed if claimed[step] == 1.0 and step in dense}  # as in a dense phase
+    nothing = {step: dense[step] for step in claimed if claimed[step] == 1.0 and step in dense}
     found = {s: dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving}
     return dict(sorted((nothing | found).items()))
 

@@ -7,7 +7,7 @@ import statistics
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import merge
 from itertools import pairwise, starmap
@@ -19,10 +19,10 @@ from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.column import Column
-from sparsebp_cli.run.policy_phase import PolicyPhase, is_dense, read_phases
 from sparsebp_cli.run.series import select
+from sparsebp_cli.run.stored_policy import is_dense
 
-POLICY_KEYS = ("policy.", "schedule.")  # prefixes of a recipe's policies or phases, by dotted path
+POLICY_KEY = "policy."  # prefix of a recipe's policies, by dotted path
 
 
 class Point(NamedTuple):
@@ -102,21 +102,14 @@ class LoadedRun:
         return self.steps if self.has_reached_limit else self.steps_planned
 
     @cached_property
-    def phases(self) -> list[PolicyPhase[dict[str, Any]]]:
-        """The phases of its policies, as far as the run came."""
-        done = self.steps or self.steps_planned
-        phases = [replace(p, first=min(p.first, done), end=min(p.end, done)) for p in read_phases(self.recipe)]
-        return [phase for phase in phases if phase.num_steps] or phases[:1]
-
-    @cached_property
     def policies(self) -> list[dict[str, object]]:
-        """The policies of all phases, each with its name and options."""
-        return [dict(entry) for phase in read_phases(self.recipe) for entry in phase.policies]
+        """The policies, each with its name and options."""
+        return [dict(entry) for entry in self.recipe["policy"]]
 
     @property
     def is_dense(self) -> bool:
-        """Whether no phase has a policy."""
-        return is_dense(read_phases(self.recipe))
+        """Whether its recipe has no policy."""
+        return is_dense(self.recipe)
 
     @cached_property
     def flat(self) -> dict[str, Any]:

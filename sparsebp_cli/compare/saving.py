@@ -7,15 +7,13 @@ So a probe determines only the policy's time per FLOP, and which fraction of the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.compare.cost import count_probed, find_limit, probe_ratio, time_probes
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.statistics import quartiles
-from sparsebp_cli.compare.whole import split_runs
+from sparsebp_cli.compare.whole import whole_median, whole_quartiles
 from sparsebp_cli.run import metric
-from sparsebp_cli.run.policy_phase import split_series
 
 LEAST_LIMIT = 1.001  # with a smaller limit there is nothing to reach
 
@@ -43,23 +41,18 @@ class Saving:
 
 def find_saving(runs: Sequence[LoadedRun]) -> Saving:
     """Return what the runs of one recipe save. Older runs count only probed steps, so use these."""
-    shares = [_count_all(run) for run in runs]
-    if not all(shares):
+    shares = [share for run in runs if (share := _count_all(run)) is not None]
+    if not shares or len(shares) < len(runs):
         timed, limit = probe_ratio(runs), find_limit(runs)
         ratios = None if timed is None else (timed.median, timed.high)
         return _make(limit, ratios, 0 if timed is None else timed.n)
-    work = {phase: statistics.fmean(share.get(phase, 0.0) for share in shares) for phase in set().union(*shares)}
-    declared, _ = split_runs((run, _declared(run)) for run in runs)
-    seconds, _ = split_runs((run, _seconds_per_flop(run)) for run in runs)
-    least = sum(part * (statistics.median(declared[n]) if n in declared else 1.0) for n, part in work.items())
-    found = {n: quartiles(values) for n, values in seconds.items()}
-    middle = sum(part * (q.median if (q := found.get(n)) else 1.0) for n, part in work.items())
-    high = sum(part * (q.high if (q := found.get(n)) else 1.0) for n, part in work.items())
-    return _make(
-        1.0 / least if declared and least else None,
-        (middle, high) if found else None,
-        sum(q.n for q in found.values() if q is not None),
-    )
+    work = statistics.fmean(shares)
+    declared = whole_median((run, _declared(run)) for run in runs)
+    seconds = whole_quartiles((run, _seconds_per_flop(run)) for run in runs)
+    limit = 1.0 / (work * declared) if work and declared else None
+    if seconds is None:
+        return _make(limit, None, 0)
+    return _make(limit, (work * seconds.median, work * seconds.high), seconds.n)
 
 
 def _make(limit: float | None, ratios: tuple[float, float] | None, probes: int) -> Saving:
@@ -72,9 +65,9 @@ def _make(limit: float | None, ratios: tuple[float, float] | None, probes: int) 
     return Saving(limit, speed, reached, reached_low, probes)
 
 
-def _count_all(run: LoadedRun) -> dict[int, float]:
-    """Return the FLOPs of forward and backward of all steps by phase, over those of dense steps on the same batches,
-    without trial passes. Return an empty mapping for older runs."""
+def _count_all(run: LoadedRun) -> float | None:
+    """Return the FLOPs of forward and backward of all steps, over those of dense steps on the same batches, without
+    trial passes. Return None for older runs."""
     step, update, trials, dense, dense_update = (
         run.series(name.name)
         for name in (
@@ -87,16 +80,8 @@ def _count_all(run: LoadedRun) -> dict[int, float]:
     )
     whole = sum(dense.values()) - sum(dense_update.values())
     if not step or whole <= 0.0:
-        return {}
-    others = [_by_phase(run, series) for series in (update, trials)]
-    return {
-        phase: (flops - sum(other.get(phase, 0.0) for other in others)) / whole
-        for phase, flops in _by_phase(run, step).items()
-    }
-
-
-def _by_phase(run: LoadedRun, series: Mapping[int, float]) -> dict[int, float]:
-    return {phase: sum(values) for phase, values in split_series(series, run.phases).items()}
+        return None
+    return (sum(step.values()) - (sum(update.values()) + sum(trials.values()))) / whole
 
 
 def _declared(run: LoadedRun) -> dict[int, float]:

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from sparsebp_cli.composition.loop_table import OWN_LOOP, make_compiled_rules, make_trainer_rules
 from sparsebp_cli.composition.option_table import OPTIONS
-from sparsebp_cli.composition.phase_table import make_phase_rules
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.known_kind import KnownKinds, find_kinds
 from sparsebp_cli.policy.rule import SAME, Conditions, Rule, one_process, whole_weights
@@ -26,7 +25,6 @@ def make_rules(known: KnownKinds) -> tuple[Rule, ...]:
         *_make_common_rules(known),
         *(rule for kind in (*known.aspects, *known.kinds) for rule in kind.rules),
         whole_weights(facts=shortens),
-        *make_phase_rules(shortens),
         *OPTIONS,
         *OWN_LOOP,
         *make_compiled_rules(shortens),

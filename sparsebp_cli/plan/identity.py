@@ -38,7 +38,7 @@ def find_code(recipe: Recipe) -> dict[str, str]:
     found, code = find_policies(), {}
     for name in PACKAGES:
         code[name] = find_version(name) or "unknown"  # running from source without installation
-    for entry in recipe.policies:
+    for entry in recipe.policy:
         if entry.name in found:
             package, _, number = found[entry.name].source.partition(" ")
             # Our version implies the shelf released with it. Leaving that shelf out keeps older checkpoints and run ids

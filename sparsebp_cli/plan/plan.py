@@ -140,12 +140,8 @@ def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
             "chat_template": None if template is None else read_template(template, folders),
         }
     )
-    policies: dict[str, object] = {"policy": _resolve_references(recipe.policy, folders)}
-    if recipe.schedule is not None:
-        policies["schedule"] = [
-            phase.model_copy(update={"policy": _resolve_references(phase.policy, folders)}) for phase in recipe.schedule
-        ]
-    return recipe.model_copy(update={"model": model, "dataset": dataset, **policies})
+    policy = _resolve_references(recipe.policy, folders)
+    return recipe.model_copy(update={"model": model, "dataset": dataset, "policy": policy})
 
 
 def find_sources(recipe: Recipe) -> dict[str, str]:
@@ -156,9 +152,7 @@ def find_sources(recipe: Recipe) -> dict[str, str]:
         "model.adapter": recipe.model.adapter,
         "dataset.name": recipe.dataset.name,
     }
-    for phase in recipe.phases:
-        for number, entry in enumerate(phase.policies):
-            named[".".join(map(str, (*phase.key, number, "reference")))] = _reference_of(entry)
+    named |= {f"policy.{number}.reference": _reference_of(entry) for number, entry in enumerate(recipe.policy)}
     return {key: name for key, name in named.items() if name is not None}
 
 

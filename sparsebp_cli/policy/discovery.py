@@ -24,7 +24,6 @@ from sparsebp_cli.policy.shelf import REMOVED, tell_moved, tell_shelf
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
-_OF_PHASES = {"schedule", "until", "policy"}  # keys of a recipe's phases
 PolicyLike = Policy | str | Mapping[str, object]
 
 
@@ -166,11 +165,6 @@ def _make_one(policy: PolicyLike) -> Policy:
         raise PolicyError(f"a policy must be a name, a mapping or a Policy, got {policy!r}")
     options = dict(policy)
     name = options.pop("name", None)
-    if not isinstance(name, str) and options.keys() & _OF_PHASES:
-        raise PolicyError(
-            "got phases (schedule, until, policy) instead of a policy: call attach_phases(model, schedule, ...), "
-            "or give schedule= to PolicyTrainer or PolicyCallback"
-        )
     if not isinstance(name, str):
         raise PolicyError(f"the mapping of a policy needs the key name, got {dict(policy)!r}")
     return make_policy(name, **options)

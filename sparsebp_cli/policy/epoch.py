@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sparsebp_cli.policy.contract import Policy, Step
 from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.rule import GIVEN, SEVERAL, Rule, not_beside, not_with, one_process
+from sparsebp_cli.policy.rule import GIVEN, Rule, not_beside, not_with, one_process
 
 if TYPE_CHECKING:
     import torch
@@ -106,9 +106,5 @@ EPOCH_SELECTOR = Kind(
         ),
         not_with("format", ("regression",), "it weights cross-entropy losses only"),
         not_with("segments", GIVEN, "it weights the losses of examples outside of the model"),
-        Rule(
-            "{policy} chooses the examples of a whole epoch, but phases can end within one: leave out the schedule",
-            options={"phases": SEVERAL},
-        ),
     ),
 )

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from sparsebp_cli.policy.contract import Policy, Step
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.rule import (
-    SEVERAL,
     Conditions,
     Rule,
     needs_optimizer,
@@ -122,11 +121,6 @@ PARAMETER_SELECTOR = Kind(
     facts=_find_facts,
     limits=(
         one_process(f"{_DDP}.", what=_TURNING, facts=_TURNS),
-        Rule(
-            "{policy} in a schedule works in one process, got {processes}",
-            why=f"{_DDP}, in one of the phases.",
-            options={"phases": SEVERAL, "processes": SEVERAL},
-        ),
         Rule(
             "{policy} got a model in DDP: call attach before you wrap the model in DDP",
             why=f"{_DDP}.",

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.rule import ABSENT, SEVERAL, Rule
+from sparsebp_cli.policy.rule import ABSENT, Rule
 
 REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token that each position predicts
 
@@ -48,12 +48,6 @@ REFERENCE_READER = Kind(
             "{policy} needs a reference model: set its option reference to the name or path of a model",
             policy={"compares": (True,), "reference": ABSENT},
             options={"loop": ("worker",)},
-        ),
-        Rule(
-            "{policy} has a different reference than another phase: set the same reference and "
-            "reference_scores in all phases",
-            policy={"compares": (True,)},
-            options={"phases": SEVERAL, "references": SEVERAL},
         ),
     ),
 )

@@ -50,6 +50,7 @@ REMOVED = {
     "pld": "use layerdrop",
     "random-ltd": "its effect was not shown",
     "rollouts": "use uniform",
+    "schedule": "give an option a schedule (keep: {from: 1.0, to: 0.25}), or start two runs",  # a key of 0.5
     "sparse-lora": "its effect was not shown",
 }
 OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa"})

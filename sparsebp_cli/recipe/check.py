@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -18,7 +17,6 @@ from sparsebp_cli.recipe.foreign_key import answer
 from sparsebp_cli.recipe.schema import SECRET_URI, PolicyEntry, Recipe, TargetSection
 from sparsebp_cli.recipe.store_address import find_problem
 from sparsebp_cli.recipe.target import check_target, merge_named_target
-from sparsebp_cli.run.policy_phase import find_empty
 from sparsebp_cli.run.visible import mask
 
 MOST_ERRORS = 30
@@ -54,11 +52,11 @@ def check_recipe(tree: Node) -> PlacedRecipe:
         field_errors.append(FieldError(("tracking", "uri"), SECRET_URI))
     elif recipe is not None and recipe.tracking.uri and (problem := find_problem(recipe.tracking.uri)):
         field_errors.append(FieldError(("tracking", "uri"), problem))
-    update = _check_all_policies(data, field_errors)
+    policies = _check_policies(data.get("policy"), field_errors)
     target = _check_target(data.get("target", {}), field_errors)
     if recipe is not None and not field_errors:
-        recipe = _set_policies(recipe, update).model_copy(update={"target": target})
-        field_errors += [*_find_empty(recipe), *find_unsupported(recipe, data)]
+        recipe = recipe.model_copy(update={"policy": policies, "target": target})
+        field_errors += find_unsupported(recipe, data)
     if recipe is not None and not field_errors:
         return PlacedRecipe(recipe, tree)
     raise first_error(tree, field_errors)
@@ -76,19 +74,8 @@ def first_error(tree: Node, field_errors: Sequence[FieldError]) -> RecipeError:
     return first
 
 
-def _check_all_policies(data: Mapping[str, Any], field_errors: list[FieldError]) -> list[list[PolicyEntry]]:
-    """Validate the policy options of each phase, in order, and append errors to ``field_errors``."""
-    schedule = data.get("schedule")
-    if schedule is None:
-        return [_check_policies(data.get("policy"), ("policy",), field_errors)]
-    return [
-        _check_policies(phase.get("policy"), ("schedule", number, "policy"), field_errors)
-        for number, phase in enumerate(schedule if isinstance(schedule, list) else [])
-        if isinstance(phase, dict)
-    ]
-
-
-def _check_policies(entries: object, key: Location, field_errors: list[FieldError]) -> list[PolicyEntry]:
+def _check_policies(entries: object, field_errors: list[FieldError]) -> list[PolicyEntry]:
+    """Validate the policies' options, and append errors to ``field_errors``."""
     policies: list[PolicyEntry] = []
     entries = entries or [{"name": "dense"}]
     for index, entry in enumerate(entries if isinstance(entries, list) else []):
@@ -99,27 +86,13 @@ def _check_policies(entries: object, key: Location, field_errors: list[FieldErro
             found = find_policy(name)
             policies.append(PolicyEntry(name=name, **_resolve_options(found, entry)))
         except PolicyError as error:
-            field_errors.append(FieldError((*key, index, "name"), str(error)))
+            field_errors.append(FieldError(("policy", index, "name"), str(error)))
             continue
         except ValidationError as error:
             options = {key: value for key, value in entry.items() if key != "name"}
             wrong = describe_errors(error, found.policy_class or BaseModel, options)
-            field_errors += [replace(each, location=(*key, index, *each.location)) for each in wrong]
+            field_errors += [replace(each, location=("policy", index, *each.location)) for each in wrong]
     return policies
-
-
-def _set_policies(recipe: Recipe, policies: Sequence[list[PolicyEntry]]) -> Recipe:
-    """Return a recipe with the resolved policies of its phases."""
-    if recipe.schedule is None:
-        return recipe.model_copy(update={"policy": policies[0]})
-    phases = [phase.model_copy(update={"policy": own}) for phase, own in zip(recipe.schedule, policies, strict=True)]
-    return recipe.model_copy(update={"schedule": phases})
-
-
-def _find_empty(recipe: Recipe) -> Iterator[FieldError]:
-    """Yield an error for each phase that gets no step, located at the phase to change."""
-    for number, text in find_empty(recipe.phases, "training.max_steps"):
-        yield FieldError(("schedule", number, "until"), text)
 
 
 def _check_target(section: object, field_errors: list[FieldError]) -> TargetSection | None:
@@ -150,8 +123,8 @@ def _add_home(field_error: FieldError) -> FieldError:
         return field_error
     key = field_error.location[-1]
     instead = answer(str(key))
-    # In a policy, target or schedule the word may instead be a misspelt option.
-    if instead is not None and not {"policy", "target", "schedule"} & set(field_error.location[:-1]):
+    # In a policy or target the word may instead be a misspelt option.
+    if instead is not None and not {"policy", "target"} & set(field_error.location[:-1]):
         return replace(field_error, text=f"unknown key {show(str(key))}: {instead}")
     homes = ["the top, without indentation"] if key in Recipe.model_fields else []
     for section, field in Recipe.model_fields.items():

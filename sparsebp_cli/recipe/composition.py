@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import Policy, ReferenceReader, make_policy
+from sparsebp_cli.policy import make_policy
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location
 from sparsebp_cli.policy.known_kind import find_facts
@@ -43,13 +43,10 @@ PLACES: dict[str, Location] = {
 def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -> Iterator[FieldError]:
     """Yield an error for each unsupported combination, located at the key to change. Each section must already be
     valid. ``data`` is the recipe as the user wrote it, to recognise defaults; None if unknown."""
-    for number, phase in enumerate(recipe.phases):
-        for refusal in find_refusals(_setup(recipe, number, data)):
-            if refusal.policy is None and number:
-                continue  # a rule about options alone: the first phase has reported it
-            place: Location = PLACES.get(refusal.rule.blame, (*phase.key, refusal.policy or 0, "name"))
-            key = ".".join(str(part) for part in place)
-            yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
+    for refusal in find_refusals(_setup(recipe, data)):
+        place: Location = PLACES.get(refusal.rule.blame, ("policy", refusal.policy or 0, "name"))
+        key = ".".join(str(part) for part in place)
+        yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
     yield from _find_arguments(recipe)
     yield from find_unmeasured(recipe)
     for limit in ("max_cost", "max_flops"):
@@ -72,16 +69,14 @@ def has_own_worker(recipe: Recipe) -> bool:
     return bool(recipe.target.options.get("worker", OWN_WORKER) == OWN_WORKER)
 
 
-def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Setup:
+def _setup(recipe: Recipe, data: Mapping[str, object] | None) -> Setup:
     values: dict[str, Any] = {name: _read(recipe, section, key) for name, (section, key) in PLACES.items()}
     values["lora"] = recipe.model.adapters
     for name in ("quantization", "peft"):
         values[name] = None if values[name] is None else values[name].type
-    values |= {"phases": len(recipe.phases), "is_later_phase": phase > 0, "references": _count_references(recipe)}
-    key = ".".join(map(str, recipe.phases[phase].key))
     policies = [
-        PolicyFacts.of(make_policy(entry.name, **entry.options), repr(entry.name), f"{key}.{number}")
-        for number, entry in enumerate(recipe.phases[phase].policies)
+        PolicyFacts.of(make_policy(entry.name, **entry.options), repr(entry.name), f"policy.{number}")
+        for number, entry in enumerate(recipe.policy)
     ]
     words = {}
     if data is not None and "max_grad_norm" not in _keys(data, "training"):
@@ -93,27 +88,16 @@ def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Set
 
 
 def _describe_optimizer(recipe: Recipe) -> dict[str, object]:
-    """Return the optimizer's facts, and whether every phase's policies provide what some optimizers need."""
+    """Return the optimizer's facts, and whether the policies provide what some optimizers need."""
     optimizer = find_optimizer(recipe.training.optim)
-    phases = [[make_policy(entry.name, **entry.options) for entry in phase.policies] for phase in recipe.phases]
+    facts = [find_facts(make_policy(entry.name, **entry.options)) for entry in recipe.policy]
     return {
         "optim_is_sharded": optimizer.is_sharded,
         "optim_of_adapters": optimizer.of_adapters,
         "optim_of_projections": optimizer.of_projections,
-        "chooses_parameters": all(_have(phase, "chooses_parameters") for phase in phases),
-        "keeps_projections": all(_have(phase, "keeps_projection") for phase in phases),
+        "chooses_parameters": any(found.get("chooses_parameters") for found in facts),
+        "keeps_projections": any(found.get("keeps_projection") for found in facts),
     }
-
-
-def _have(policies: Iterable[Policy], fact: str) -> bool:
-    return any(find_facts(policy).get(fact) for policy in policies)
-
-
-def _count_references(recipe: Recipe) -> int:
-    """Count the distinct pairs of reference model and scoring method in all phases."""
-    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
-    readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
-    return len({(policy.reference, policy.reference_scores) for policy in readers})
 
 
 def _keys(data: Mapping[str, object], section: str) -> Collection[str]:

@@ -8,17 +8,18 @@ from typing import Any
 
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.discovery import find_policy
-from sparsebp_cli.run.policy_phase import describe_phases, read_phases
+from sparsebp_cli.run.stored_policy import SCHEDULE
 
 
 def describe_policies(recipe: Mapping[str, Any]) -> str:
-    """Return the policies in one line with their non-default options: ``topk keep=0.1 along=columns``. Write a schedule
-    phase by phase: ``topk keep=0.1 until 0.4, dense``."""
-    return describe_phases(read_phases(recipe), describe_policy)
+    """Return the policies in one line with their non-default options: ``topk keep=0.1 along=columns``."""
+    return ", ".join(map(describe_policy, recipe["policy"])) or "dense"
 
 
 def describe_policy(entry: Mapping[str, Any]) -> str:
     """Return a policy as a recipe writes it: its name and its non-default options."""
+    if entry["name"] == SCHEDULE:
+        return f"{SCHEDULE} of {', '.join(map(describe_policies, entry['phases']))}"
     usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
     options = [f"{key}={value}" for key, value in entry.items() if key not in usual or value != usual[key]]
     return " ".join([entry["name"], *options])

@@ -134,6 +134,8 @@ ANSWERS = {
     "code_diff": "nothing: a plan has the commit and a digest of uncommitted changes",
     "eval_batches": "measure.eval_examples",
     "weight_column": "the key weight of a message",
+    "schedule": "`keep: {from: 1.0, to: 0.25}` gives an option a schedule; phases of policies were removed after 0.5: "
+    "start two runs",
     "time_forms": "`backward: {exclude: [GLOB]}` keeps linear layers dense",
     "also": "nothing: MLflow has the metrics, and trackers other than MLflow were removed after 0.5",
     "quantization_bit": "model.quantization: {type: nf4}, or {type: int8}",

@@ -36,11 +36,10 @@ def recipe_schema(
         _add_policy(sections, name, policy)
     sections["Policy"] = _make_entry(usable)
     entry = {"$ref": "#/$defs/Policy"}
-    for owner in (properties, sections["PhaseSection"]["properties"]):
-        owner["policy"] = {
-            "description": owner["policy"]["description"],
-            "anyOf": [{"type": "array", "items": entry}, entry],
-        }
+    properties["policy"] = {
+        "description": properties["policy"]["description"],
+        "anyOf": [{"type": "array", "items": entry}, entry],
+    }
     common = sections.pop("TargetSection")["properties"]
     kinds = _find_kinds(targets)
     for kind, target in (find_targets() if targets is None else targets).items():
@@ -71,7 +70,6 @@ def recipe_schema(
         "type": "object",
         "additionalProperties": False,
         "properties": {"base": base, **properties},
-        "not": {"required": ["policy", "schedule"]},
         "if": {"not": {"required": ["base"]}},
         "then": {"required": required, "properties": inner},
         "$defs": sections,

@@ -16,8 +16,9 @@ from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.policy.error_text import describe_kind, shorten, show_with_type
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import Node, Place, read_document
-from sparsebp_cli.recipe.override import apply_override, drop_replaced
+from sparsebp_cli.recipe.override import apply_override
 from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
+from sparsebp_cli.run.stored_policy import SCHEDULE, fold_schedule
 
 LARGEST_BYTES = 64 * 1024
 # The folder of the package, which holds the recipes that ship.
@@ -39,6 +40,7 @@ WITHOUT_EFFECT = {
     "backward.time_forms", "dataset.policy_validation_examples", "measure.independent_examples", "tracking.also",
     "tracking.code_diff",
 }  # fmt: skip
+OLD_KEYS = [f'"{key}"'.encode() for key in ("engine", SCHEDULE, *(path.rpartition(".")[2] for path in GONE))]
 # Only the existence of these is checked; their content is not read. See decision 27.
 MARKS = (".git", "pyproject.toml")  # at the top of a checkout, or of a source distribution
 
@@ -185,15 +187,11 @@ def _read_base(file: Path, base: Node) -> Node:
 
 def lay_over(under: Node, over: Node) -> Node:
     """Merge one recipe over another: mappings key by key, everything else whole."""
-    return _merge(drop_replaced(under, over.content) if isinstance(over.content, dict) else under, over)
-
-
-def _merge(under: Node, over: Node) -> Node:
     if not (isinstance(under.content, dict) and isinstance(over.content, dict)):
         return over
     content = dict(under.content)
     for key, child in over.content.items():
-        content[key] = _merge(content[key], child) if key in content else child
+        content[key] = lay_over(content[key], child) if key in content else child
     return replace(over, content=content)
 
 
@@ -211,20 +209,11 @@ def expand_shorthand(tree: Node) -> Node:
     content = dict(tree.content)
     if "target" in content:
         content["target"] = _wrap_text(content["target"], "kind")
-    if "schedule" in content and isinstance(phases := content["schedule"].content, list):
-        content["schedule"] = replace(content["schedule"], content=[_expand_policy(phase) for phase in phases])
-    return _expand_policy(replace(tree, content=content))
-
-
-def _expand_policy(tree: Node) -> Node:
-    """Expand the short form of the policies in a recipe or in one of its phases."""
-    policy = tree.content.get("policy") if isinstance(tree.content, dict) else None
-    if policy is None or not isinstance(policy.content, list | dict | str):
-        return tree
-    assert isinstance(tree.content, dict)
-    entries = policy.content if isinstance(policy.content, list) else [replace(policy, key_place=None)]
-    expanded = replace(policy, content=[_wrap_text(entry, "name") for entry in entries])
-    return replace(tree, content={**tree.content, "policy": expanded})
+    policy = content.get("policy")
+    if policy is not None and isinstance(policy.content, list | dict | str):
+        entries = policy.content if isinstance(policy.content, list) else [replace(policy, key_place=None)]
+        content["policy"] = replace(policy, content=[_wrap_text(entry, "name") for entry in entries])
+    return replace(tree, content=content)
 
 
 def _wrap_text(node: Node, key: str) -> Node:
@@ -237,9 +226,9 @@ def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     """Return a stored recipe with its keys renamed to this version's.
 
     Up to 0.2, ``backward.execution`` was ``engine``. Keys that are gone are left out. If one had an effect on the
-    weights, the name of the split says so.
+    weights, the name of the split says so. ``schedule`` had phases with a policy each.
     """
-    known: dict[str, Any] = deepcopy(dict(recipe))
+    known: dict[str, Any] = deepcopy(fold_schedule(recipe))
     if isinstance(backward := known.get("backward"), dict) and "engine" in backward:
         backward["execution"] = backward.pop("engine")
     dataset = known.get("dataset")
@@ -263,7 +252,7 @@ def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
 def rename_in_plan(content: bytes) -> bytes:
     """Rename the keys in the JSON of a plan. Return other content unchanged, for the next reader to refuse."""
     # Return early in the usual case: parsing twice would double the time to list many runs.
-    if not any(f'"{key}"'.encode() in content for key in ("engine", *(path.rpartition(".")[2] for path in GONE))):
+    if not any(key in content for key in OLD_KEYS):
         return content
     try:
         plan = json.loads(content)

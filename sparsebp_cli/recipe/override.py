@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sparsebp_cli.errors import UsageError, did_you_mean
@@ -32,34 +32,16 @@ def apply_override(tree: Node, change: str) -> Node:
     return set_value(tree, parts, replace(node, key_place=place))
 
 
-def set_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
-    """Return a new tree with a value at a dotted key, given as its parts. Raise RecipeError at the value's place if the
-    key does not exist."""
-    if len(parts) == 1:
-        tree = drop_replaced(tree, parts)
-    elif parts[0] == "policy" and isinstance(tree.content, dict) and "schedule" in tree.content:
-        better = ".".join(["schedule", "0", *parts])
-        raise value.place.error(f"the recipe has a schedule, and each phase has its own policy; did you mean {better}?")
-    return _set(tree, parts, 0, value)
-
-
-def drop_replaced(tree: Node, keys: Collection[str]) -> Node:
-    """Return a tree without ``schedule`` if ``keys`` has ``policy``, and the reverse: each replaces the other."""
-    if not isinstance(tree.content, dict):
-        return tree
-    replaced = {other for key, other in (("policy", "schedule"), ("schedule", "policy")) if key in keys}
-    return replace(tree, content={key: child for key, child in tree.content.items() if key not in replaced})
-
-
-def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:
-    """Return the node with the value set below it. ``parts[:depth]`` is the path of the node."""
+def set_value(node: Node, parts: Sequence[str], value: Node, depth: int = 0) -> Node:
+    """Return a new tree with a value at a dotted key, given as its parts. ``parts[:depth]`` is the path of the node.
+    Raise RecipeError at the value's place if the key does not exist."""
     if depth == len(parts):
         return value
     place, part = value.place, parts[depth]
     if isinstance(node.content, list):
         index = _read_index(node.content, parts, depth, place, can_append=True)
         items = node.content if index < len(node.content) else [*node.content, Node({}, place, place)]
-        items = [_set(item, parts, depth + 1, value) if i == index else item for i, item in enumerate(items)]
+        items = [set_value(item, parts, value, depth + 1) if i == index else item for i, item in enumerate(items)]
         return replace(node, content=items)
     if not isinstance(node.content, dict):
         here = ".".join(parts[:depth])
@@ -67,7 +49,7 @@ def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:
     child = node.content.get(part)
     if child is None or child.content is None:
         child = Node([] if depth == 0 and part == "policy" else {}, place, place)
-    return replace(node, content={**node.content, part: _set(child, parts, depth + 1, value)})
+    return replace(node, content={**node.content, part: set_value(child, parts, value, depth + 1)})
 
 
 def _delete(node: Node, parts: Sequence[str], depth: int, place: Place) -> Node:

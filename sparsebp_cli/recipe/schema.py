@@ -12,10 +12,8 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
-    model_serializer,
     model_validator,
 )
 from pydantic_core import InitErrorDetails
@@ -23,7 +21,6 @@ from pydantic_core import InitErrorDetails
 from sparsebp_cli.composition import ADAPTER_TYPES, BackwardOptions, find_adapter_options
 from sparsebp_cli.errors import did_you_mean
 from sparsebp_cli.policy.error_text import shorten, show
-from sparsebp_cli.run.policy_phase import PolicyPhase, find_wrong_end, lay_out
 
 PositiveInt = Annotated[int, Field(ge=1)]
 CountFromZero = Annotated[int, Field(ge=0)]
@@ -414,18 +411,6 @@ class PolicyEntry(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
-class PhaseSection(Section):
-    """A part of the training with its own policies."""
-
-    until: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
-        None,
-        description="Fraction of training.max_steps at which the phase ends, such as 0.5. The last phase has no until.",
-    )
-    policy: list[PolicyEntry] = Field(
-        description="Policies of this phase, written as in the key policy of a recipe. Empty: dense."
-    )
-
-
 def _refuse_float16(value: object) -> object:
     if value == "fp16":
         raise ValueError(
@@ -805,11 +790,6 @@ class Recipe(Section):
         description="The model to train: an existing model by its name, or a model with random weights from a config."
     )
     dataset: DatasetSection = Field(description="The data, and how they become training examples.")
-    schedule: list[PhaseSection] | None = Field(
-        None,
-        description="Instead of policy: phases of the training, each with its own policies. null: the same policies "
-        "in the whole training.",
-    )
     policy: list[PolicyEntry] = Field(
         default_factory=lambda: [PolicyEntry(name="dense")],
         description="Policies, applied in this order. Empty: dense, which computes every gradient.",
@@ -823,46 +803,3 @@ class Recipe(Section):
         description="Where the run trains: the name of a target, or a section with kind and options.",
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection)
-
-    @field_validator("schedule")
-    @classmethod
-    def _phases_follow(cls, schedule: list[PhaseSection] | None) -> list[PhaseSection] | None:
-        if schedule is None:
-            return None
-        if len(schedule) < 2:
-            raise ValueError(
-                f"a schedule needs at least 2 phases, got {len(schedule)}; for one phase, use the key policy instead"
-            )
-        wrong = find_wrong_end([phase.until for phase in schedule])
-        if wrong is not None:
-            raise _error_at((wrong[0], "until"), schedule[wrong[0]].until, wrong[1])
-        return schedule
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _policy_or_schedule(cls, given: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        recipe = handler(given)
-        if recipe.schedule is None or isinstance(given, Recipe):
-            return recipe
-        if "policy" in recipe.model_fields_set:
-            raise _error_at(("schedule",), given, "give only one of policy and schedule, got both")
-        # Store an empty policy, because readers would take dense for the whole training
-        return recipe.model_copy(update={"policy": []})
-
-    @model_serializer(mode="wrap")
-    def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Write either policy or schedule. Recipes without phases keep their serialised form, and so their ids."""
-        written: dict[str, object] = handler(self)
-        written.pop("schedule" if self.schedule is None else "policy", None)
-        return written
-
-    @property
-    def phases(self) -> list[PolicyPhase[PolicyEntry]]:
-        """The parts of the training in order, each with its policies; one phase if there is no schedule."""
-        schedule = None if self.schedule is None else [(phase.until, phase.policy) for phase in self.schedule]
-        return lay_out(self.policy, schedule, self.training.max_steps)
-
-    @property
-    def policies(self) -> list[PolicyEntry]:
-        """The policies of all phases."""
-        return [entry for phase in self.phases for entry in phase.policies]

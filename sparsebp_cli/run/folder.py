@@ -40,8 +40,8 @@ from sparsebp_cli.run.budget import LARGEST_PLAN, LARGEST_SMALL, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.run.label import Labels
-from sparsebp_cli.run.policy_phase import read_phases
 from sparsebp_cli.run.record import State
+from sparsebp_cli.run.stored_policy import fold_schedule
 from sparsebp_cli.run.visible import mask
 
 SHORTEST_PREFIX = 3
@@ -122,7 +122,8 @@ class RunFolder:
                 value = reduce(getitem, keys, plan)
                 if not isinstance(value, kind):
                     raise TypeError(f"{'.'.join(keys)} is {str(value)[:100]!r}")
-            _check_policies(plan["recipe"])
+            plan["recipe"] = fold_schedule(plan["recipe"])
+            _check_policies(plan["recipe"]["policy"])
             tracking = plan["recipe"].get("tracking") or {}
             if uri := tracking.get("uri"):
                 tracking["uri"] = mask(uri)  # plans of earlier versions may hold a password
@@ -220,15 +221,13 @@ class RunFolder:
         return False
 
 
-def _check_policies(recipe: dict[str, Any]) -> None:
-    """Raise LookupError, TypeError or AttributeError if the policies of a stored recipe are damaged."""
-    for phase in read_phases(recipe):
-        key = ".".join(map(str, ("recipe", *phase.key)))
-        if not isinstance(phase.policies, list):
-            raise TypeError(f"{key} is {str(phase.policies)[:100]!r}")
-        for entry in phase.policies:
-            if not isinstance(entry["name"], str):
-                raise TypeError(f"{key} has the name {str(entry['name'])[:100]!r}")
+def _check_policies(policies: object) -> None:
+    """Raise LookupError or TypeError if the policies of a stored recipe are damaged."""
+    if not isinstance(policies, list):
+        raise TypeError(f"recipe.policy is {str(policies)[:100]!r}")
+    for entry in policies:
+        if not isinstance(entry["name"], str):
+            raise TypeError(f"recipe.policy has the name {str(entry['name'])[:100]!r}")
 
 
 def home() -> Path:

@@ -160,11 +160,10 @@ def _unknown(name: str, location: Location, group: str, folders: Sequence[Path])
 
 
 def _inspect_reference(recipe: Recipe, folders: Sequence[Path]) -> Iterator[SourceProblem]:
-    entries = {(*phase.key, n): entry for phase in recipe.phases for n, entry in enumerate(phase.policies)}
-    for key, entry in entries.items():
+    for number, entry in enumerate(recipe.policy):
         policy = make_policy(entry.name, **entry.options)
         if isinstance(policy, ReferenceReader) and policy.reference is not None:
-            at: Location = (*key, "reference")
+            at: Location = ("policy", number, "reference")
             folder, problems = _find_model(policy.reference, at, folders)
             yield from problems
             if folder is not None:
@@ -179,7 +178,7 @@ def _inspect_template(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Sourc
 
 def _inspect_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[SourceProblem]:
     section = recipe.dataset
-    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
+    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
     spans = find_columns(policies)
     name: Location = ("dataset", "name")
     try:

@@ -12,7 +12,6 @@ import yaml
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.run.label import Labels
-from sparsebp_cli.run.policy_phase import describe_phases
 from sparsebp_cli.run.visible import mask
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def tags(plan: Plan, history: History, state: State, labels: Labels | None = Non
     found |= {
         "sparsebp.group": plan.group,
         "sparsebp.group_name": f"{plan.recipe.name} {plan.group[:4]}",
-        "sparsebp.policies": ",".join(dict.fromkeys(entry.name for entry in plan.recipe.policies)),
+        "sparsebp.policies": ",".join(dict.fromkeys(entry.name for entry in plan.recipe.policy)),
         "sparsebp.state": str(state),
         "sparsebp.text": mask(text),
         "sparsebp.dataset_digest": str(history.facts.get("dataset_digest", "")),
@@ -133,7 +132,7 @@ def dataset_input(plan: Plan, history: History) -> DatasetInput | None:
 
 def _describe_run(plan: Plan, history: History, state: State) -> str:
     """Return the Markdown at the top of the run's page."""
-    policies = describe_phases(plan.recipe.phases, lambda entry: entry.name)
+    policies = ", ".join(entry.name for entry in plan.recipe.policy) or "dense"
     lines = [f"**{plan.recipe.name}**, seed {plan.recipe.training.seed}: {policies}; {state}."]
     shown = [f"{m.name} {value:.4g} {m.unit}".strip() for m in SHOWN if (value := history.last(m.name)) is not None]
     lines += ["", "; ".join(shown) + "."] if shown else []

@@ -19,26 +19,18 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from typing_extensions import override
 
-from sparsebp_cli.backward import Engine, Phase, attach
-from sparsebp_cli.backward.phase import (
-    PhasedEngine,
-    lay_out_schedule,
-    needs_reference,
-    refuse_phases,
-    try_phases,
-)
+from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Policy, PolicyLike
-from sparsebp_cli.run.policy_phase import lay_out
+from sparsebp_cli.policy import PolicyLike
 from sparsebp_cli.trainer.attach_option import AttachArguments, AttachOptions
 from sparsebp_cli.trainer.log_value import count_step, interval_values, restored_counters, total_values
 from sparsebp_cli.trainer.micro_batch import MicroBatches
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import (
-    checking_arguments,
     find_advantages,
     find_reference,
+    make_first_batch,
     mask_noncandidates,
     model_of,
     pass_advantages,
@@ -57,8 +49,6 @@ class PolicyCallback(TrainerCallback):
 
     Args:
         policies: Each a policy, its name, or a mapping of ``name`` and its options. Without policies training is dense.
-        schedule: Instead of ``policies``: phases of the training with their policies, as for
-            :func:`sparsebp_cli.attach_phases`.
         backward: Options of the backward pass, such as ``{"exclude": ["lm_head"]}``. ``update="eager"`` and
             ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
             layers is an option of ``TrainingArguments``.
@@ -75,7 +65,6 @@ class PolicyCallback(TrainerCallback):
         self,
         policies: PolicyLike | Sequence[PolicyLike] = (),
         *,
-        schedule: Sequence[Phase] | None = None,
         backward: BackwardOptions | BackwardChoices | None = None,
         reference: nn.Module | Literal["batch"] | None = None,
         seed: int | None = None,
@@ -83,8 +72,9 @@ class PolicyCallback(TrainerCallback):
     ) -> None:
         if log_flops_every is not None and log_flops_every < 1:
             raise UsageError(f"log_flops_every must be None or a whole number of 1 or more, got {log_flops_every}")
-        self._phased: PhasedEngine | None = None
-        self._attach_options = AttachOptions.of(policies, backward, seed, reference, schedule)
+        self._engine: Engine | None = None
+        self._attach_options = AttachOptions.of(policies, backward, seed, reference)
+        self._policies = self._attach_options.policies
         self.log_flops_every = log_flops_every
         self._trainer: Trainer | None = None
         self._coming: MicroBatches | None = None
@@ -110,12 +100,14 @@ class PolicyCallback(TrainerCallback):
         """
         if self._trainer is not None:
             raise UsageError("this PolicyCallback has already joined a trainer: make a new one for each trainer")
-        for _, policies in self._attach_options.phases:
-            refuse_unsupported(trainer, policies)
+        refuse_unsupported(trainer, self._policies)
         # Raise errors now rather than in train(), which makes the optimizer.
-        unused = torch.optim.SGD([torch.zeros(1)], 0.0)
-        attach_policies = checking_arguments(trainer, functools.partial(self._attach, trainer, 1, unused))
-        try_phases(self._attach_options.phases, attach_policies)
+        first = make_first_batch(trainer)
+        engine, remove = self._attach(trainer, 1, torch.optim.SGD([torch.zeros(1)], 0.0))
+        try:
+            engine.check_arguments(first)
+        finally:
+            remove()
         self._trainer, self._coming = trainer, MicroBatches(trainer)
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -147,21 +139,15 @@ class PolicyCallback(TrainerCallback):
         trainer = self._trainer
         self._detach()  # auto_find_batch_size trains again after an attempt that ran out of memory
         self._began = self._logged = state.global_step
-        schedule = self._attach_options.schedule
-        phases = (
-            lay_out(self._attach_options.policies, None, state.max_steps)
-            if schedule is None
-            else lay_out_schedule(schedule, state.max_steps)
-        )
-        attach_policies = functools.partial(self._attach, trainer, state.max_steps, trainer.optimizer)
-        phased = self._phased = PhasedEngine(phases, attach_policies, trainer.optimizer)
-        self._undo.append(phased.detach)
+        engine, remove = self._attach(trainer, state.max_steps, trainer.optimizer)
+        self._engine = engine
+        self._undo.append(remove)
         if self._resumed is not None:
-            phased.load_state_dict(self._resumed)
+            engine.load_state_dict(self._resumed)
         accelerator, original = trainer.accelerator, trainer.accelerator.backward
 
         def backward(loss: Tensor, **kwargs: object) -> None:
-            phased.backward(loss, lambda scaled: original(scaled, **kwargs))
+            engine.backward(loss, lambda scaled: original(scaled, **kwargs))
 
         # Another library may have set this attribute on the instance, so restore exactly its state afterwards.
         own = accelerator.__dict__.get("backward")
@@ -182,33 +168,20 @@ class PolicyCallback(TrainerCallback):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine of the current ``train()``, or of the last one; None before the first. With a schedule, the engine
-        of the current phase."""
-        return None if self._phased is None else self._phased.engine
-
-    @property
-    def _policies(self) -> Sequence[Policy]:
-        """The policies of the current phase."""
-        return self._attach_options.policies if self._phased is None else self._phased.phase.policies
+        """The engine of the current ``train()``, or of the last one; None before the first."""
+        return self._engine
 
     @property
     def _is_attached(self) -> bool:
         return bool(self._undo)
 
     def _attach(
-        self,
-        trainer: Trainer,
-        num_steps: int,
-        optimizer: torch.optim.Optimizer | None,
-        policies: Sequence[Policy],
+        self, trainer: Trainer, num_steps: int, optimizer: torch.optim.Optimizer | None
     ) -> tuple[Engine, Callable[[], None]]:
+        """Attach the policies; return the engine and a function that detaches it."""
         own, model = self._attach_options, trainer.model_wrapped
         given = AttachArguments(seed=trainer.args.seed) | own.given
-        if own.schedule is not None:
-            refuse_phases(own.schedule, model)
-            if not needs_reference(policies, own.schedule, given.get("reference")):
-                given.pop("reference", None)
-        reference = find_reference(trainer, policies) if "reference" not in given else None
+        reference = find_reference(trainer, own.policies) if "reference" not in given else None
         if reference is not None:
             given["reference"] = reference
         return attach_inside(
@@ -216,7 +189,7 @@ class PolicyCallback(TrainerCallback):
             trainer.accelerator,
             lambda: attach(
                 model,
-                policies,
+                own.policies,
                 optimizer=optimizer,
                 num_steps=num_steps,
                 **own.choices,
@@ -374,8 +347,6 @@ class PolicyTrainer(Trainer):
     Args:
         *args: Positional arguments of ``Trainer``.
         policies: Each a policy, its name, or a mapping of ``name`` and its options. Without policies training is dense.
-        schedule: Instead of ``policies``: phases of the training with their policies, such as
-            ``[{"until": 0.4, "policy": "dense"}, {"policy": [topk]}]``, as for :func:`sparsebp_cli.attach_phases`.
         backward: Options of the backward pass, such as ``{"exclude": ["lm_head"]}``. ``update="eager"`` and
             ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
             layers is an option of ``TrainingArguments``.
@@ -395,7 +366,6 @@ class PolicyTrainer(Trainer):
         self,
         *args: Any,
         policies: PolicyLike | Sequence[PolicyLike] = (),
-        schedule: Sequence[Phase] | None = None,
         backward: BackwardOptions | BackwardChoices | None = None,
         reference: nn.Module | Literal["batch"] | None = None,
         policy_seed: int | None = None,
@@ -407,7 +377,6 @@ class PolicyTrainer(Trainer):
                 raise UsageError(f"{name} is an option of the backward pass: give backward={{{name!r}: ...}}")
         callback = PolicyCallback(
             policies,
-            schedule=schedule,
             backward=backward,
             reference=reference,
             seed=policy_seed,

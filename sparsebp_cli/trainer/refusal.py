@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward import Engine
-from sparsebp_cli.backward.phase import Attach
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
-from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, TokenSelector
 from sparsebp_cli.policy.known_kind import find_facts, list_kinds
 
@@ -59,22 +58,6 @@ def make_first_batch(trainer: Trainer) -> Mapping[str, object]:
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
     return batch if isinstance(batch, Mapping) else {}
-
-
-def checking_arguments(trainer: Trainer, attach: Attach) -> Attach:
-    """Return an ``attach`` that also refuses arguments of the trainer's batches that the first step would refuse."""
-    first = make_first_batch(trainer)
-
-    def check(policies: Sequence[Policy]) -> tuple[Engine, Callable[[], None]]:
-        engine, remove = attach(policies)
-        try:
-            engine.check_arguments(first)
-        except UnsupportedError:
-            remove()
-            raise
-        return engine, remove
-
-    return check
 
 
 def find_reference(trainer: Trainer, policies: Sequence[Policy]) -> nn.Module | None:

@@ -48,7 +48,7 @@ from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer, read_architecture
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
-from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
+from sparsebp_cli.worker.policy import attach_policies, make_policies, set_columns
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts, make_prompts
 from sparsebp_cli.worker.reference import Reference, build_reference
@@ -75,8 +75,7 @@ def build_training(
     guard = ResumeCheck(plan, run, journal, ranks, snapshot)
     _note_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
     disable_progress_bar()  # people and programs read the log
-    phases = make_phases(recipe)
-    policies = [policy for phase in phases for policy in phase.policies]
+    policies = make_policies(recipe)
     accelerator = _build_accelerator(recipe, ranks, policies)
     _check_attention(recipe.model, accelerator.device)
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal, is_begun=snapshot is not None)
@@ -90,8 +89,7 @@ def build_training(
         checkpoint_activations(model)
     model.to(accelerator.device)
     optimizer = build_optimizer(recipe.training, model)
-    sequence = PhaseSequence(phases, recipe, model, optimizer, reference)
-    engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
+    engine = attach_policies(policies, recipe, model, optimizer, reference)
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # the policy may have frozen parameters for the first step; report and shard all of them
         facts = _facts(plan, model, reference, accelerator)  # before sharding, which leaves only this rank's parameters
@@ -116,10 +114,11 @@ def build_training(
         "model": prepared,
         "compiled": compiled,
         "engine": engine,
-        "phases": sequence,
+        "policies": policies,
+        "reference": reference,
         "optimizer": accelerator.prepare_optimizer(optimizer),
         "schedule": schedule,
-        "order": sequence.set_columns(_build_order(recipe, policies, reference, tokenizer.pad_token_id, ranks), phase),
+        "order": _build_order(recipe, policies, reference, tokenizer.pad_token_id, ranks),
         "held_out": data.held_out,
         "test": data.test,
         "prompts": _make_prompts(recipe, data, tokenizer),
@@ -202,7 +201,7 @@ def _build_order(
             order.choose_epochs(
                 policy, num_steps=training.max_steps, micro_batches=training.gradient_accumulation_steps
             )
-    return order
+    return set_columns(order, policies, recipe, reference)
 
 
 def _tell_prefix_gain(
@@ -376,7 +375,7 @@ def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recip
 
 def _facts(plan: Plan, model: nn.Module, reference: Reference, accelerator: Accelerator) -> dict[str, object]:
     recipe, data, found = plan.recipe, reference.data, find_policies()
-    policies = [(entry.name, make_policy(entry.name, **entry.options)) for entry in recipe.policies]
+    policies = [(entry.name, make_policy(entry.name, **entry.options)) for entry in recipe.policy]
     tokens = sum(len(example.input_ids) for example in data.train) / len(data.train)
     training = recipe.training
     return {

@@ -22,7 +22,7 @@ from sparsebp_cli.worker.census import flatten
 from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.encoding import EncodedExample
 from sparsebp_cli.worker.model import build_tokenizer, read_architecture
-from sparsebp_cli.worker.policy_phase import make_phases
+from sparsebp_cli.worker.policy import make_policies
 
 NUM_SHOWN = 3  # examples of each split
 
@@ -59,7 +59,7 @@ def take_census(plan_file: Path) -> dict[str, object]:
     """Read and tokenise the data of a plan, and return its statistics and first examples."""
     recipe = Plan.load(plan_file).recipe
     tokenizer = build_tokenizer(recipe.model)
-    columns = find_columns([policy for phase in make_phases(recipe) for policy in phase.policies])
+    columns = find_columns(make_policies(recipe))
     data = build_data(recipe.dataset, tokenizer, columns, read_architecture(recipe.model, recipe.dataset.format))
     return {**data.census, "warnings": list(find_warnings(data.census)), "first": show_first(data, tokenizer)}
 

@@ -63,25 +63,18 @@ class Measurement:
         batch: Mapping[str, Tensor],
         run: Callable[..., object],
         policies: Sequence[Policy],
-        step: int = 1,
     ) -> SelectionGain:
         """Measure before training what a step costs and what selection can gain. ``forward`` returns the loss of the
-        first micro-batch, ``batch`` is that micro-batch on the device, ``policies`` are the attached policies, and
-        ``step`` is their first step (from 1)."""
+        first micro-batch, ``batch`` is that micro-batch on the device, and ``policies`` are the attached policies."""
         self.peak.pause()
         rest = self.rest()
         shape = join_shapes([shape_of(one) for one in rest.batches or [batch]])
         with TrialStep(self.model, self.engine, forward, self.backward, rest) as trial:
             probe = run_probe(trial, Stopwatch(self.device))
-            self.price.begin(price_pass(probe.proof, shape), probe.kind, step)
+            self.price.see_probe(price_pass(probe.proof, shape), probe.kind)
             found = measure_selection_gain(trial, probe, batch, run, policies)
         self.peak.resume()
         return found
-
-    def follow(self, engine: Engine) -> None:
-        """Switch to the engine of the next phase, and forget which notes were written."""
-        self.engine = engine
-        self._noted.clear()
 
     def at_start(
         self,
@@ -89,13 +82,12 @@ class Measurement:
         batch: Mapping[str, Tensor],
         run: Callable[..., object],
         policies: Sequence[Policy],
-        step: int,
     ) -> Values:
-        """Measure the selection gain at the start of a phase, if the run has probes. Note it in the event log and
-        return its metrics."""
+        """Measure the selection gain before training, if the run has probes. Note it in the event log and return its
+        metrics."""
         if self.recipe.measure.probe_every is None:
             return {}
-        gain = self.measure_gain(forward, batch, run, policies, step)
+        gain = self.measure_gain(forward, batch, run, policies)
         for level, line in (("info", gain.describe_cost()), ("detail", gain.describe_choice())):
             if line:
                 self.journal.write("note", level=level, text=line)
@@ -186,11 +178,8 @@ class Measurement:
         return self.recipe.measure.probe_every, self.recipe.measure.fidelity_every
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        """Return whether a measurement is due: at its interval, and once after warm-up, so that short runs have one.
-        With a schedule, each phase has one, at its last step if warm-up is longer."""
-        warm, phases = self.recipe.measure.warmup_steps + 1, self.recipe.phases
-        once = {warm} if len(phases) == 1 else {min(phase.first + warm, phase.end) for phase in phases}
-        return every is not None and (step % every == 0 or step in once)
+        """Return whether a measurement is due: at its interval, and once after warm-up, so that short runs have one."""
+        return every is not None and (step % every == 0 or step == self.recipe.measure.warmup_steps + 1)
 
     def _compare(self, trial: TrialStep, dense: PassResult, policy: PassResult) -> GradientComparison:
         draws = self.recipe.measure.fidelity_draws

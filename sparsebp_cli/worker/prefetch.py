@@ -39,7 +39,3 @@ class BatchPrefetch:
         for number in filter(range(self._num_batches).__contains__, numbers):
             batch, targets = self._order.rank_part(number)
             self._prepared[number] = CopiedBatch(batch, self._device), targets
-
-    def forget(self) -> None:
-        """Drop prepared batches, because batches have other columns from now on."""
-        self._prepared = {}

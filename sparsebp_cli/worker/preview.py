@@ -21,13 +21,14 @@ wait_briefly()
 
 def measure_first_batch(plan_file: Path) -> Mapping[str, object]:
     """Measure the first micro-batch of a plan."""
-    from sparsebp_cli.worker.selection_gain import describe_gains
+    from sparsebp_cli.worker.selection_gain import gain_metrics
     from sparsebp_cli.worker.training import Training
 
     run = RunFolder(plan_file.absolute().parent)
     with JournalWriter(run.path, durable=False) as journal:
         training = Training.build(Plan.load(plan_file), run, journal, StopRequest())
-        return describe_gains(list(training.measure_gains()))
+        gain = training.measure_gain()
+        return {"lines": gain.lines(), "values": gain_metrics(gain)}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ use this cost.
 Counting slows a step down and changes its last bits, so passes are counted in trial steps, at some steps of the run.
 The cost of other steps is predicted from counts of similar steps (:mod:`sparsebp_cli.worker.step_kind`), scaled by the
 batch's shape. In a dense pass, products with weights grow with the positions, and attention with the square of the
-length. The update is counted at the first step of a phase, as it happens. From then on its cost is proportional to the
+length. The update is counted at the first step, as it happens. From then on its cost is proportional to the
 number of entries that it changes. The event log records the cost of each step, so readers add up instead of counting
 again.
 """
@@ -24,7 +24,7 @@ from sparsebp_cli.worker.step_kind import CountedSteps, StepKind
 
 Shape = tuple[float, float]  # examples and padded length of a micro-batch
 # See decision 22.
-FIRST, MOST = 8, 32  # counted steps at the start of a phase; with a work limit, then at least one in MOST
+FIRST, MOST = 8, 32  # counted steps at the start; with a work limit, then at least one in MOST
 SELDOM = 16  # without a limit, at most one in so many steps is counted after the first ones
 NEW = 4  # additional counts for each kind of step that was not counted before
 KNOWN = 0.01  # without a limit: relative standard error of the cost, from which on only probes count
@@ -80,19 +80,11 @@ class StepPrice:
     spread: CountSpread = field(default_factory=CountSpread)  # policy FLOPs over dense FLOPs
     due: int = 0  # the next step (from 1) to count for a work limit
     trained: tuple[bool, ...] = ()  # for each parameter, whether it had a gradient in the last step
-    known: CountedSteps = field(default_factory=CountedSteps)  # counted steps of this phase
+    known: CountedSteps = field(default_factory=CountedSteps)
     own: int = 0  # the step (from 1) that was counted itself, with its own draws
-    made: int = 0  # number of counts in this phase, without those of probes
-    begun: int = 0  # the first step of this phase
+    made: int = 0  # number of counts, without those of probes
     more: int = 0  # additional counts because of steps of unknown kinds
     unknown: StepKind | None = None  # kind of a step that was unlike all counted steps
-
-    def begin(self, counted: CountedPass, kind: StepKind, step: int) -> None:
-        """Start a phase with its first count, before its first step. Its policies have another cost."""
-        self.counted, self.due, self.spread = counted, 0, CountSpread()
-        self.known, self.unknown = CountedSteps(), None
-        self.own, self.made, self.more, self.begun = 0, 0, 0, step
-        self.see_probe(counted, kind)
 
     def see_probe(self, counted: CountedPass, kind: StepKind) -> None:
         """Add a count whose random draws differ from those of a training step."""
@@ -102,18 +94,17 @@ class StepPrice:
     def is_due(self, step: int, *, is_limited: bool) -> bool:
         """Return whether to count a step (from 1) before it is made.
 
-        With a work limit, :meth:`count` determines the steps. Without one, count the first steps of a phase. Later,
-        count while there are unknown kinds or the cost is uncertain: few steps, at irregular intervals, so that the
+        With a work limit, :meth:`count` determines the steps. Without one, count the first steps. Later, count
+        while there are unknown kinds or the cost is uncertain: few steps, at irregular intervals, so that the
         counts do not always meet the same kind of step of a policy that alternates.
         """
         if self.counted is None:
             return False
         if is_limited:
             return step >= self.due
-        done = step - self.begun
-        if done < FIRST:
+        if step <= FIRST:
             return True
-        allowed = FIRST + self.more + (done - FIRST) // SELDOM
+        allowed = FIRST + self.more + (step - 1 - FIRST) // SELDOM
         is_unsure = self.unknown is not None or self.known.error > KNOWN
         return is_unsure and self.made < allowed and random.Random(step).random() < 1 / 2
 
@@ -178,7 +169,6 @@ class StepPrice:
             "known": self.known.state_dict(),
             "own": self.own,
             "made": self.made,
-            "begun": self.begun,
             "more": self.more,
             "unknown": None if self.unknown is None else self.unknown.to_list(),
         }
@@ -194,8 +184,8 @@ class StepPrice:
         trained = state.get("trained")
         self.trained = tuple(trained) if isinstance(trained, list) else ()
         self.known = CountedSteps.from_state(state.get("known"))
-        numbers = (state.get(name) for name in ("own", "made", "more", "begun"))
-        self.own, self.made, self.more, self.begun = (n if isinstance(n, int) else 0 for n in numbers)
+        numbers = (state.get(name) for name in ("own", "made", "more"))
+        self.own, self.made, self.more = (n if isinstance(n, int) else 0 for n in numbers)
         unknown = state.get("unknown")
         self.unknown = StepKind.of_list(unknown) if isinstance(unknown, list) else None
 

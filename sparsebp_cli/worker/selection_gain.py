@@ -18,7 +18,6 @@ from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.plan.selection_gain import SelectionGain, Unit, effective_share
 from sparsebp_cli.policy import GradientSelector, Policy, Rows
 from sparsebp_cli.run import metric
-from sparsebp_cli.run.policy_phase import PolicyPhase, weigh
 from sparsebp_cli.worker.data import IGNORED
 from sparsebp_cli.worker.model import predicts_in_place
 from sparsebp_cli.worker.probe import Probe, cost_ratio
@@ -166,25 +165,6 @@ def gain_metrics(worth: SelectionGain) -> dict[str, float | None]:
         metric.CHOICE_WORTH.name: worth.unit_worth,
     }
     return found | {ESS[unit].name: value for unit, value in worth.effective.items()}
-
-
-def describe_gains(gains: Sequence[tuple[PolicyPhase[Policy], SelectionGain]]) -> dict[str, object]:
-    """Return lines and metrics of the gains of all phases. A metric of several is the mean, weighted by steps."""
-    phases = [phase for phase, _ in gains]
-    if len(gains) == 1:
-        return {"lines": gains[0][1].lines(), "values": gain_metrics(gains[0][1])}
-    found = [gain_metrics(gain) for _, gain in gains]
-    values = {
-        name: weigh(known, phases)
-        for name in dict.fromkeys(name for metrics in found for name in metrics)
-        if (known := {n: value for n, metrics in enumerate(found) if (value := metrics.get(name)) is not None})
-    }
-    whole = (
-        f"the whole schedule executes {values[metric.CHOICE_COST.name]:.0%} of the FLOPs of the same number of dense "
-        "steps"
-    )
-    lines = [f"phase {number}: {line}" for number, (_, gain) in enumerate(gains, 1) for line in gain.lines()]
-    return {"lines": [*lines, whole], "values": values}
 
 
 def _norms(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def describe_pass(engine: Engine, sizes: Mapping[str, int]) -> tuple[float, ...]
 
 @dataclass(frozen=True)
 class StepKind:
-    """Whether a step scored its batch, and its fractions, in [0, 1]; each step of a phase has equally many."""
+    """Whether a step scored its batch, and its fractions, in [0, 1]; each step has equally many."""
 
     scored: bool = False
     shares: tuple[float, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -30,7 +30,6 @@ from sparsebp_cli.recipe.evaluation import TEST as TEST_PREFIX
 from sparsebp_cli.recipe.schema import GenerateSection
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.run.journal import SAVED
-from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.adapter import is_adapted, merge
 from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss, to_device
@@ -52,11 +51,11 @@ from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state, check_summed
 from sparsebp_cli.worker.generation import Generator, measure_generated
 from sparsebp_cli.worker.measurement import Measurement
-from sparsebp_cli.worker.policy_phase import PhaseSequence
 from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, join_shapes, shape_of
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts
+from sparsebp_cli.worker.reference import Reference
 from sparsebp_cli.worker.reload import ReloadedOutputs
 from sparsebp_cli.worker.sgd_noise import halve
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
@@ -89,8 +88,9 @@ class Training(Restorable):
     stop: StopRequest
     accelerator: Accelerator
     model: nn.Module  # prepared by accelerate, with the engine attached
-    engine: Engine  # with the policies of the phase that makes the next step
-    phases: PhaseSequence
+    policies: Sequence[Policy]
+    engine: Engine
+    reference: Reference  # what policies compare with
     optimizer: AcceleratedOptimizer
     schedule: LRScheduler
     order: BatchOrder
@@ -191,13 +191,10 @@ class Training(Restorable):
         if self.step == 0:
             self._log(self._evaluate() | self._generate())
         while not self.is_done and not self.is_paused and not self._is_stop_requested():
-            if self.step == self.phase.first:
-                # Log this with the next step's measurements, as in later phases; before the first step, at 0.
-                coming = self.step + 1 if self.step else 0
-                start = self.measurement.at_start(*self._coming(), self.phase.policies, self.step + 1)
-                self._log(start, step=coming)
-            if self.step == 0 and self.allowance.limits_work and not self.order.follows_policy:
-                self.journal.write("facts", values={"dense_step_flops": self._price_dense()})
+            if self.step == 0:
+                self._log(self.measurement.at_start(*self._coming(), self.policies))
+                if self.allowance.limits_work and not self.order.follows_policy:
+                    self.journal.write("facts", values={"dense_step_flops": self._price_dense()})
             self._log(self._measure(), step=self.step + 1)
             values = self.memory.watch(self.step + 1, self._train_step)
             spent = (metric.STEP_SECONDS, metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS)
@@ -205,10 +202,6 @@ class Training(Restorable):
             self._tell_graphs()
             self.step += 1
             self._log(values | self.measurement.after(self.step))
-            # Attach before the checkpoint of this step, which stores the next phase's engine state. See decision 103.
-            if self.phase is not self.phases.at(self.step - 1):
-                self._attach(self.phase)
-                self.journal.write("note", level="info", text=self.phases.describe(self.phase))
             evaluation, is_best = self._evaluate_step()
             self._log(evaluation)
             if is_best or self.step % recipe.checkpoint.every == 0:
@@ -247,19 +240,6 @@ class Training(Restorable):
     def _first_batch(self) -> int:
         """The number of the next step's first micro-batch."""
         return self.step * self.plan.recipe.training.gradient_accumulation_steps
-
-    @property
-    def phase(self) -> PolicyPhase[Policy]:
-        """The phase that makes the next step."""
-        return self.phases.at(self.step)
-
-    def _attach(self, phase: PolicyPhase[Policy]) -> None:
-        """Replace the policies by those of a phase, between two steps."""
-        self.engine = self.phases.replace(self.engine, phase)
-        self.phases.set_columns(self.order, phase)
-        self.batches.forget()
-        self.measurement.follow(self.engine)
-        self.memory.engine = self.engine
 
     def _tell_graphs(self) -> None:
         """Note after the first step of an attempt how the model was compiled."""
@@ -334,14 +314,14 @@ class Training(Restorable):
             metric.LOAD.name: read_load(),
             **most,
             **route_metrics(self.engine.take_route()),
-            **selection_metrics(chosen, self.ranks, self.phase.policies),
+            **selection_metrics(chosen, self.ranks, self.policies),
             **epoch_metrics(self.order.epoch),
         }
 
     def _count_update(self) -> UpdateFlops | None:
-        """Return the counter for this step's update, at the first two steps of a phase (a momentum begins with the
+        """Return the counter for this step's update, at the first two steps (a momentum begins with the
         second), else None. They are in warm-up, because counting slows an update down."""
-        if self.price.counted is None or (self.step - self.phase.first > 1 and self.price.per_entry):
+        if self.price.counted is None or (self.step > 1 and self.price.per_entry):
             return None
         counting = UpdateFlops()
         if self.engine.eager is not None:
@@ -444,13 +424,9 @@ class Training(Restorable):
         norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if max_norm is None else max_norm)
         return full_tensor(norm)
 
-    def measure_gains(self) -> Iterator[tuple[PolicyPhase[Policy], SelectionGain]]:
-        """Measure what each phase's policies may gain in its first micro-batch, without training."""
-        for phase in filter(lambda phase: phase.num_steps, self.phases.phases):
-            if phase.first != self.step:
-                self.step = phase.first
-                self._attach(phase)
-            yield phase, self.measurement.measure_gain(*self._coming(), phase.policies)
+    def measure_gain(self) -> SelectionGain:
+        """Measure what the policies may gain in the first micro-batch, without training."""
+        return self.measurement.measure_gain(*self._coming(), self.policies)
 
     def _coming(self) -> tuple[Callable[[], Tensor], Batch, nn.Module]:
         """Return the loss, the tensors and the model of the next step's first micro-batch."""

@@ -13,11 +13,6 @@ def _policy(name: str, **options: Any) -> Sections:
     return {"policy": [{"name": name, **options}]}
 
 
-def _phases(first: Sections, second: Sections) -> Sections:
-    """Half of the training with one policy, half with another; the boundary is a step with a checkpoint."""
-    return {"schedule": [{"until": 0.5, "policy": [first]}, {"policy": [second]}]}
-
-
 _NODES = {"backward": {"sites": "nodes"}}
 _NO_DROPOUT = {"model": {"config": LLAMA}}  # what is refused with these policies
 _TURNS = {"freeze": ["model.embed_tokens", "model.norm"], "turn": "layers", "every": 3}
@@ -74,11 +69,6 @@ WAYS: dict[str, Sections] = {
     "two policies": {
         "policy": [{"name": "uniform", "keep": 0.5, "start": 0.0, "end": 1.0}, {"name": "topk", "keep": 0.5}]
     },
-    "topk with error feedback, then tokens": _phases(
-        {"name": "topk", "keep": 0.3, "along": "columns", "error_feedback": True},
-        {"name": "tokens", "score": "loss", "keep": 0.4, "mode": "detach"},
-    ),
-    "frozen in turn, then dense": _phases({"name": "frozen", "order": "random"} | _TURNS, {"name": "dense"}),
     "segments": _policy("dense") | {"backward": {"segments": 2}},
     "eager apollo-mini": _policy("dense")
     | {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from sparsebp_cli.cli.follow import print_end
+from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State, read
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.local import LocalJob
+from sparsebp_cli.worker.policy import make_policies
 
 from .conftest import Cli, Write, write_run
 
@@ -79,3 +84,21 @@ def test_the_summary_has_the_command_that_sends_what_was_not_sent(
     out, errors = capsys.readouterr()
     assert line in " ".join(out.split())
     assert errors == f"warning: {line}\n"
+
+
+def test_a_run_whose_policies_changed_in_phases_is_shown_and_compared_and_does_not_go_on(
+    call: Cli, run: RunFolder
+) -> None:
+    plan = json.loads(run.plan_file.read_text())
+    entry = plan["recipe"].pop("policy")
+    plan["recipe"]["schedule"] = [{"until": 0.5, "policy": [{"name": "dense"}]}, {"until": None, "policy": entry}]
+    run.plan_file.write_text(json.dumps(plan))
+    for words in (["runs"], ["show", run.run_id], ["compare", run.run_id, "-o", "json", "--all"]):
+        done = call(*words)
+        assert done.returncode == 0, done.stderr
+        assert "topk" in done.stdout
+    assert "schedule of dense, topk" in call("show", run.run_id).stdout
+    with pytest.raises(
+        PolicyError, match=r"^policy 'schedule' was removed after 0.5: give an option a schedule \(keep: "
+    ):
+        make_policies(Plan.load(run.plan_file).recipe)

@@ -21,10 +21,9 @@ ENVIRONMENT = {"python": "3.11", "cpu": "a cpu", "cores": 2, "gpu": "", "package
 
 
 def make_recipe(name: str, policy: list[dict[str, Any]], seed: int, **sections: Any) -> Recipe:
-    """A recipe of 20 steps; a schedule among the sections takes the place of the policy."""
+    """A recipe of 20 steps."""
     training = {"max_steps": 20, "seed": seed} | sections.pop("training", {})
-    base = {"version": 1, "name": name, "model": {"name": "m"}, "dataset": {"name": "d"}}
-    base |= {} if "schedule" in sections else {"policy": policy}
+    base = {"version": 1, "name": name, "model": {"name": "m"}, "dataset": {"name": "d"}, "policy": policy}
     return Recipe.model_validate(base | {"training": training, "measure": {"warmup_steps": 3}} | sections)
 
 

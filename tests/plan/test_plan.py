@@ -87,12 +87,9 @@ def test_the_path_of_a_reference_becomes_absolute_and_is_among_the_sources(tmp_p
     (tmp_path / "reference").mkdir()
     monkeypatch.chdir("/")
     policy = [{"name": "rho", "keep": 0.2, "reference": "reference"}]
-    schedule = [{"until": 0.5, "policy": policy}, {"policy": [{"name": "dense"}]}]
     one = make_plan(recipe(policy=policy), tmp_path / "r.yaml").recipe
-    two = make_plan(recipe(schedule=schedule), tmp_path / "r.yaml").recipe
     path = str(tmp_path / "reference")
     assert find_sources(one) == {"model.name": "m", "dataset.name": "d", "policy.0.reference": path}
-    assert find_sources(two)["schedule.0.policy.0.reference"] == path
     assert list(find_data(one)) == [path]
 
 
@@ -167,6 +164,38 @@ def test_a_plan_that_names_a_tracker_is_read_and_its_seal_is_unchanged(tmp_path)
     assert Plan.load(tmp_path / "plan.json") == plan
     assert load_stored(content["recipe"], "plan.json").recipe.tracking == plan.recipe.tracking
     assert Seal(content["recipe"], {}).changes(Seal(json.loads(plan.model_dump_json())["recipe"], {})) == []
+
+
+SCHEDULE = [{"until": 0.5, "policy": [{"name": "dense"}]}, {"policy": [{"name": "topk", "keep": 0.25}]}]
+
+
+@pytest.mark.parametrize("none", [None, []])
+def test_a_plan_without_phases_is_read_and_its_group_and_seal_are_unchanged(tmp_path, none) -> None:
+    plan = Plan(recipe=recipe())
+    content = json.loads(plan.model_dump_json())
+    content["recipe"]["schedule"] = none
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    read = Plan.load(tmp_path / "plan.json")
+    assert (read, read.group) == (plan, plan.group)
+    assert Seal(content["recipe"], {}).changes(Seal(json.loads(plan.model_dump_json())["recipe"], {})) == []
+
+
+def test_a_plan_with_phases_is_read_as_a_policy_that_no_longer_exists(tmp_path) -> None:
+    content = json.loads(Plan(recipe=recipe()).model_dump_json())
+    groups = set()
+    for until in (0.5, 0.6):
+        phases = [SCHEDULE[0] | {"until": until}, SCHEDULE[1]]
+        stored = {key: value for key, value in content["recipe"].items() if key != "policy"} | {"schedule": phases}
+        (tmp_path / "plan.json").write_text(json.dumps(content | {"recipe": stored}))
+        groups.add(Plan.load(tmp_path / "plan.json").group)
+        with pytest.raises(
+            RecipeError, match=r"policy\.0\.name: policy 'schedule' was removed after 0.5: give an option"
+        ):
+            load_stored(stored, "plan.json")
+    assert len(groups) == 2
+    (tmp_path / "plan.json").write_text(json.dumps(content | {"recipe": stored | {"schedule": [{"policy": [3]}]}}))
+    with pytest.raises(RunNotFoundError, match=r"is not a plan for this version: recipe\.schedule"):
+        Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("former", [{"sites": "branches"}, {"checkpointing": "sparse"}])

@@ -92,8 +92,7 @@ def test_the_committed_schema_is_the_one_the_code_makes() -> None:
 
 
 @pytest.mark.slow
-# A schedule takes the place of the policy, so this recipe has none.
-@pytest.mark.parametrize("section", [name for name in Recipe.model_fields if name != "schedule"])
+@pytest.mark.parametrize("section", Recipe.model_fields)
 def test_schema_and_loader_agree_on_every_key_with_every_kind_of_value(read: Read, section: str) -> None:
     schema = recipe_schema()
     content = fill_in(read(SMALL + "policy: [{name: random, keep: 0.5}]\n"))

@@ -79,7 +79,7 @@ def test_eight_methods_are_there_and_each_study_has_a_dense_arm_or_says_against_
     policies, optimizers = set[str](), set[str]()
     for file in STUDIES:
         for first in load_study(file).firsts.values():
-            policies |= {entry.name for entry in first.recipe.policies} - {"dense"}
+            policies |= {entry.name for entry in first.recipe.policy} - {"dense"}
             optimizers |= {first.recipe.training.optim} - {"adamw", "sgd"}
     assert policies <= find_policies().keys()
     assert len(policies | optimizers) >= 8, sorted(policies | optimizers)

@@ -78,6 +78,11 @@ TRAINING = SMALL + "training:\n  "
             "3:43: model.quantization: must be a mapping, got 'nf4' (text); write {type: nf4}",
         ),
         (SMALL + "policy: 3", "5:9: policy: must be a list, got 3 (a number)"),
+        (
+            SMALL + "schedule: [{until: 0.5, policy: dense}, {policy: topk}]",
+            "5:1: schedule: unknown key 'schedule': in a recipe, `keep: {from: 1.0, to: 0.25}` gives an option a "
+            "schedule; phases of policies were removed after 0.5: start two runs",
+        ),
         (SMALL + "policy: [3]", "5:10: policy.0: must be a mapping, got 3 (a number)"),
         (
             SMALL.replace("small", "a b"),

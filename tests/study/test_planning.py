@@ -93,17 +93,6 @@ def test_combinations_of_one_cost_share_a_rehearsal(write_study: Write) -> None:
     assert course.tuning == ()  # its steps are not known
 
 
-def test_the_cost_of_a_schedule_is_no_budget_and_its_steps_are(write_study: Write) -> None:
-    """Its share of a phase would have to be a whole number of the ten steps of a rehearsal."""
-    phases = "{schedule: [{until: 0.3, policy: dense}, {policy: {name: topk, keep: 0.25}}]}"
-    text = STUDY.replace("{policy: [{name: topk, keep: 0.25}]}", phases)
-    _, course = plan(write_study(text))
-    assert {len(trial.recipe.phases) for trial in course.tuning} == {1, 2}
-    for budget in ("same: cost, as: dense, steps: 20", "seconds: 9.0"):
-        with pytest.raises(UsageError, match="arm topk: a rehearsal of 10 steps cannot measure the cost of a schedule"):
-            plan(write_study(text, more=f"budget: {{{budget}}}\n"))
-
-
 def test_no_seed_tunes_and_is_reported_and_no_tuning_trial_has_a_test(write_study: Write) -> None:
     """Seeds of both are refused when the file is read; what is left is fresh, and so is the test split."""
     loaded = load_study(write_study(STUDY.replace("tune: [0]", "tune: 5-7")))

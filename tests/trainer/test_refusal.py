@@ -40,7 +40,6 @@ def refuse(
         (["topp"], PolicyError, "unknown policy 'topp'.*did you mean topk"),
         ([{**ROWS, "keep": 1.5}], PolicyError, "policy 'topk': keep: .*1.5"),
         ([{"keep": 0.5}], PolicyError, "needs the key name"),
-        ([{"until": 0.4, "policy": [ROWS]}, {"policy": "dense"}], PolicyError, "phases .* call attach_phases"),
         ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
         ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "make the same decision"),
         ("infobatch", UnsupportedError, "which works only in a recipe"),

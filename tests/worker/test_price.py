@@ -315,7 +315,7 @@ def test_counts_tell_of_steps_of_their_kind() -> None:
 def test_few_steps_are_counted_without_a_limit() -> None:
     def count(kind_of: Callable[[int], StepKind], share_of: Callable[[int], float]) -> list[int]:
         price, made = StepPrice(), []
-        price.begin(CountedPass(share_of(1), 1.0, 0.0, 1, 1), kind_of(1), 1)
+        price.see_probe(CountedPass(share_of(1), 1.0, 0.0, 1, 1), kind_of(1))
         for step in range(1, 1001):
             if price.is_due(step, is_limited=False):
                 price.count(CountedPass(share_of(step), 1.0, 0.0, 1, 1), kind_of(step), step)
@@ -337,7 +337,7 @@ def test_few_steps_are_counted_without_a_limit() -> None:
 
 def test_a_price_goes_on_from_a_checkpoint() -> None:
     price, kind = StepPrice(), StepKind(scored=False, shares=(0.5, 1.0))
-    price.begin(CountedPass(5.0, 10.0, 1.0, 2, 8), kind, 1)
+    price.see_probe(CountedPass(5.0, 10.0, 1.0, 2, 8), kind)
     for step, policy in enumerate((5.0, 6.0, 5.5), 1):
         price.count(CountedPass(policy, 10.0, 1.0, 2, 8), kind, step)
     price.per_entry = 14.0

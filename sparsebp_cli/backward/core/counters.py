@@ -65,11 +65,6 @@ class Counter:
             short=short,
         )
 
-    def going_on(self, following: Counter) -> Counter:
-        """Return these totals with the sites of ``following`` added, for the next engine of the same training."""
-        self.sites.by_name = {**following.sites.by_name, **self.sites.by_name}
-        return self
-
     def _find_short(self, adapter: SiteAdapter, count: CountDense, *, freezes: bool) -> Short | None:
         dense = dense_at_sites = left = left_at_sites = 0.0
         for each in self.short:

@@ -36,10 +36,6 @@ from sparsebp_cli.backward.patch.twin import settle
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Site, Step, TrialPass
 
-# Entries of an engine's state that belong to its policies. Other entries, such as the step's number and the gradient
-# norm of an eager update, continue from phase to phase.
-OF_POLICIES = ("cut", "policy_state", "held_rates")
-
 
 class Engine:
     """Applies a policy's decisions in a model's backward pass. Created by ``attach``.
@@ -536,15 +532,6 @@ class Engine:
         for extension in self.extensions:
             extension.load_state_dict(state)
         self._clock.go_to(state["index"], state["micro_batch"])  # last, since decisions of the step read states
-
-    def follow(self, before: Engine, state: Mapping[str, Any], index: int) -> None:
-        """Continue at the step where the engine of an earlier phase ended, with its counts and the entries of its
-        ``state``. Only the states of policies start anew.
-        """
-        mine, theirs = self.state_dict(), {**state, "index": index}
-        self.load_state_dict(mine | {key: theirs[key] for key in mine if key in theirs and key not in OF_POLICIES})
-        self._count(before._counter.going_on(self._counter))
-        self.notes |= {f"{key} until step {index}": f"until step {index}: {note}" for key, note in before.notes.items()}
 
     def detach(self) -> None:
         """Restore the model as it was before ``attach``. Further calls do nothing."""

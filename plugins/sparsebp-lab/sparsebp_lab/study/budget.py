@@ -41,18 +41,10 @@ Rehearsals = Mapping[int, Sequence[StudyTrial]]  # by position of the variant, t
 
 
 def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> Rehearsals:
-    """Return the rehearsals of each variant; combinations of equal cost share them. Empty if the budget needs none.
-    Raise UsageError for a schedule, because a rehearsal does not measure its cost."""
+    """Return the rehearsals of each variant; combinations of equal cost share them. Empty if the budget needs none."""
     budget = loaded.study.budget
     if budget is None or budget.same == "steps":
         return {}
-    for variant in loaded.variants:
-        if variant.recipe.schedule is not None and budget.same != "tokens":
-            raise UsageError(
-                f"arm {variant.arm}: a rehearsal of {REHEARSED_STEPS} steps cannot measure the cost of a "
-                "schedule, whose steps differ in cost; use 'budget: {same: steps}' or 'budget: {same: "
-                "tokens}'"
-            )
     found: dict[int, list[StudyTrial]] = {}
     payer = next((at for at, variant in enumerate(loaded.variants) if variant.arm == budget.as_arm), None)
     paid = 0.0  # FLOPs; until they are known, only the payer's rehearsal is made longer

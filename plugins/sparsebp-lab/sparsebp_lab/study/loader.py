@@ -173,7 +173,7 @@ def _add_controls(tree: Node, base: Node, study: Study) -> Node:
     changes = arms.content[name]
     recipes = [_make_variant(arm, _change(base, node), [], tree.content).recipe for arm, node in arms.content.items()]
     recipe = recipes[[*arms.content].index(name)]
-    if recipe.schedule is not None or any(entry.name != "dense" for entry in recipe.policies):
+    if any(entry.name != "dense" for entry in recipe.policy):
         return tree
     added: dict[str, dict[str, object]] = {}
     shares = dict(study.shares)

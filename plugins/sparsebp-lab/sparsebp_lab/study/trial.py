@@ -89,7 +89,7 @@ class TrialMaker:
 
     def find_code(self, recipe: Recipe) -> Mapping[str, str]:
         """Return the versions of the code that affects a recipe's results."""
-        names = tuple(entry.name for entry in recipe.policies)
+        names = tuple(entry.name for entry in recipe.policy)
         if names not in self._code:
             self._code[names] = find_code(recipe)
         return self._code[names]

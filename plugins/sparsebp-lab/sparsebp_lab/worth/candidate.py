@@ -11,9 +11,9 @@ from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, find_polic
 from sparsebp_cli.policy.discovery import FoundPolicy
 from sparsebp_cli.policy.known_kind import find_facts
 from sparsebp_cli.recipe.composition import refuse_unsupported
-from sparsebp_cli.recipe.description import describe_policy
+from sparsebp_cli.recipe.description import describe_policies, describe_policy
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
-from sparsebp_cli.worker.policy_phase import compares, make_phases
+from sparsebp_cli.worker.policy import compares, make_policies
 from sparsebp_lab.exchange import BatchPair
 from sparsebp_lab.worth.step_length import StepShare
 
@@ -47,13 +47,11 @@ class Candidate:
 def find_candidates(recipe: Recipe, *, all_policies: bool) -> tuple[list[Candidate], list[dict[str, str]]]:
     """Return the policies to measure, the recipe's first, and the name and reason of each policy that is left out."""
     found, left_out = list[Candidate](), list[dict[str, str]]()
-    for phase, made in zip(recipe.phases, make_phases(recipe), strict=True):
-        name = ", ".join(describe_policy(entry.model_dump()) for entry in phase.policies) or "dense"
-        why = next(filter(None, (_find_reason(policy, recipe) for policy in made.policies)), "")
-        if why:
-            left_out.append({"name": name, "why": why})
-        else:
-            found.append(Candidate(name, made.policies))
+    name, policies = describe_policies(recipe.model_dump()), make_policies(recipe)
+    if why := next(filter(None, (_find_reason(policy, recipe) for policy in policies)), ""):
+        left_out.append({"name": name, "why": why})
+    else:
+        found.append(Candidate(name, policies))
     if all_policies:
         own = {candidate.name for candidate in found}
         for name, installed in find_policies().items():
@@ -74,7 +72,7 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
     if set(required) - {"keep"}:
         return f"needs {', '.join(required)}: name it in the recipe's policy"
     options: dict[str, Any] = {"keep": SHARE} if required else {}
-    changed = recipe.model_copy(update={"policy": [PolicyEntry(name=name, **options)], "schedule": None})
+    changed = recipe.model_copy(update={"policy": [PolicyEntry(name=name, **options)]})
     try:
         refuse_unsupported(changed)
         policy = make_policy(name, **options)

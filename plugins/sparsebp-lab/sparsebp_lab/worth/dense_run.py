@@ -13,8 +13,8 @@ from sparsebp_cli.backward import Engine
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.policy import Policy, make_policy
-from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.batch import IN_PLACE, num_targets
+from sparsebp_cli.worker.policy import attach_policies, set_columns
 from sparsebp_cli.worker.price import find_updated
 from sparsebp_cli.worker.probe import count_work
 from sparsebp_cli.worker.training import Training
@@ -44,11 +44,10 @@ class DenseRun:
 
     def attach(self, policies: Sequence[Policy]) -> Engine:
         """Attach policies as if they had been attached since the first step."""
-        sequence = self.training.phases
-        phase = PolicyPhase(policies, None, self.step, self.step + 1, ())
-        engine = sequence.attach(phase)
+        training, recipe = self.training, self.training.plan.recipe
+        engine = attach_policies(policies, recipe, training.bare, training.optimizer.optimizer, training.reference)
         engine.load_state_dict(engine.state_dict() | {"index": self.step})
-        sequence.set_columns(self.training.order, phase)
+        set_columns(training.order, policies, recipe, training.reference)
         return engine
 
     def train_to(self, step: int) -> None:

@@ -127,11 +127,6 @@ PART_SELECTOR = Kind(
         rule.one_process(
             "DDP and FSDP synchronise parameters of the model, and parts are not parameters of the model."
         ),
-        rule.Rule(
-            "{policy} in a schedule of phases is not supported: another phase cannot use the optimizer's state "
-            "of a part",
-            options={"phases": rule.SEVERAL},
-        ),
         rule.not_with(
             "optim", ("adagrad",), "this optimizer creates state of whole weights before the policy chooses parts"
         ),

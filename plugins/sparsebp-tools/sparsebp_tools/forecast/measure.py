@@ -14,7 +14,7 @@ from sparsebp_cli.policy import Policy
 from sparsebp_cli.policy.known_kind import list_kinds
 from sparsebp_cli.recipe.composition import has_own_worker, refuse_unsupported
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
-from sparsebp_cli.worker.policy_phase import make_phases
+from sparsebp_cli.worker.policy import make_policies
 from sparsebp_tools.forecast.depth import Depth, count_layers
 from sparsebp_tools.forecast.material import gather_material
 from sparsebp_tools.forecast.record import HELD_ON_CPU, Forecast, ForecastRequest, Remedy, StepForecast
@@ -34,7 +34,7 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
     recipe = request.plan.recipe
     if not has_own_worker(recipe):
         raise UnsupportedError("--memory cannot forecast a custom target.worker")
-    policies = [policy for phase in make_phases(recipe) for policy in phase.policies]
+    policies = make_policies(recipe)
     report("reads config and data", 0, 0)
     material = gather_material(recipe, policies)
     number, batch = material.describe(recipe, make_order(recipe, material))
@@ -83,7 +83,7 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
 
 def make_dense(recipe: Recipe) -> Recipe:
     """Return a recipe without its policies, and without backward options or an optimizer that only they need."""
-    plain = recipe.model_copy(update={"schedule": None, "policy": [PolicyEntry(name="dense")]})
+    plain = recipe.model_copy(update={"policy": [PolicyEntry(name="dense")]})
     usual = type(recipe.backward)(update=recipe.backward.update, eager_clip=recipe.backward.eager_clip)
     training = recipe.training.model_copy(update={"optim": "adamw", "optim_args": {}})
     for update in ({}, {"backward": usual}, {"training": training}, {"backward": usual, "training": training}):

@@ -39,7 +39,7 @@ def list_changes(recipe: Recipe) -> Iterator[RecipeChange]:
 
 def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
     backward, training = recipe.backward, recipe.training
-    if recipe.schedule is None and [entry.name for entry in recipe.policy] == ["dense"]:
+    if [entry.name for entry in recipe.policy] == ["dense"]:
         text = "the same gradient, without work that no loss needs; saves if batches have padding or prompts"
         entry = PolicyEntry(name="lossless", **make_policy("lossless").model_dump(mode="json"))
         changed = recipe.model_copy(update={"policy": [entry]})
@@ -105,10 +105,7 @@ def try_changes(
 
 
 def name_comparisons(recipe: Recipe) -> list[str]:
-    """Return the settings that switch off policies' comparisons with the plain step; none for a schedule, which lacks
-    these keys."""
-    if recipe.schedule is not None:
-        return []
+    """Return the settings that switch off policies' comparisons with the plain step."""
     entries = enumerate(recipe.policy)
     return [f"policy.{number}.verify=never" for number, entry in entries if entry.options.get("verify") == "first"]
 

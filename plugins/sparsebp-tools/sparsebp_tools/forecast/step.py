@@ -27,15 +27,14 @@ from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.memory.watch import MemoryWatch
-from sparsebp_cli.policy import Stateful
-from sparsebp_cli.recipe.description import describe_policy
-from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
+from sparsebp_cli.policy import Policy, Stateful
+from sparsebp_cli.recipe.description import describe_policies
+from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint
-from sparsebp_cli.run.policy_phase import describe_phases
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.model import build_by_config
 from sparsebp_cli.worker.optimizer import build_optimizer
-from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
+from sparsebp_cli.worker.policy import attach_policies, make_policies, set_columns
 from sparsebp_cli.worker.probe import SQUARES
 from sparsebp_cli.worker.reference import Reference
 from sparsebp_tools.forecast.depth import shorten
@@ -61,21 +60,17 @@ class Rehearsal:
     gpu: bool
 
     def forecast(self, recipe: Recipe, layers: int | None = None) -> StepForecast:
-        """Rehearse the phases of a recipe, and return the one that needs most memory; ``layers`` is the number of
-        layers to build, None: all. Raise what a real training would raise."""
+        """Rehearse a step of a recipe; ``layers`` is the number of layers to build, None: all. Raise what a real
+        training would raise."""
         usual, comparing = set_comparisons(recipe, "never"), set_comparisons(recipe, "always")
-        found = [self._forecast(usual, number, layers) for number in range(len(recipe.phases))]
-        trials = [step.trial for step in found if step.trial is not None]
-        step = max(found, key=lambda step: step.peak.total)
-        step = step.model_copy(update={"trial": max(trials, key=_total, default=None)})
+        step = self._forecast(usual, layers)
         if usual == recipe:
             return step
-        compared = [self._forecast(comparing, number, layers).peak for number in range(len(recipe.phases))]
-        return step.model_copy(update={"comparison": max(compared, key=_total)})
+        return step.model_copy(update={"comparison": self._forecast(comparing, layers).peak})
 
-    def _forecast(self, recipe: Recipe, number: int, layers: int | None) -> StepForecast:
+    def _forecast(self, recipe: Recipe, layers: int | None) -> StepForecast:
         with pretend(gpu=self.gpu) as stand_ins:
-            parts = self._build(recipe, number, layers, stand_ins)
+            parts = self._build(recipe, layers, stand_ins)
             try:
                 return _run(recipe, parts, self._examples(recipe, parts))
             finally:
@@ -83,7 +78,7 @@ class Rehearsal:
                 del parts
                 gc.collect()
 
-    def _build(self, recipe: Recipe, number: int, layers: int | None, stand_ins: StandIns) -> _Built:
+    def _build(self, recipe: Recipe, layers: int | None, stand_ins: StandIns) -> _Built:
         material = self.material
         config = copy.deepcopy(material.config) if layers is None else shorten(material.config, layers)
         model: nn.Module = build_by_config(
@@ -100,11 +95,10 @@ class Rehearsal:
         optimizer = build_optimizer(recipe.training, model)
         num_parameters = count_parameters(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        phases = make_phases(recipe)
-        sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data))
+        policies = make_policies(recipe)
         before = stand_ins.number
         try:
-            engine = sequence.attach(phases[number])
+            engine = attach_policies(policies, recipe, model, optimizer, Reference(material.data))
         except UsageError as error:
             if stand_ins.number > before or type(error) is not UsageError:
                 raise
@@ -117,8 +111,7 @@ class Rehearsal:
             optimizer,
             engine,
             accelerator,
-            sequence,
-            number,
+            policies,
             num_parameters,
             num_trained,
             width,
@@ -127,7 +120,7 @@ class Rehearsal:
     def _examples(self, recipe: Recipe, built: _Built) -> _Batch:
         """Return the micro-batch with the columns that the policies read."""
         order = make_order(recipe, self.material)
-        built.sequence.set_columns(order, built.sequence.phases[built.phase])
+        set_columns(order, built.policies, recipe, Reference(self.material.data))
         inputs, targets = order.rank_part(self.number)
         return _Batch(inputs, targets, order.candidates)
 
@@ -135,17 +128,11 @@ class Rehearsal:
 def set_comparisons(recipe: Recipe, when: Literal["never", "always"]) -> Recipe:
     """Return a recipe whose exact policies compare themselves with the plain step never or always, if they did so at
     some steps."""
-
-    def change(entries: list[PolicyEntry]) -> list[PolicyEntry]:
-        return [
-            entry.model_copy(update={"verify": when}) if entry.options.get("verify") == "first" else entry
-            for entry in entries
-        ]
-
-    if recipe.schedule is None:
-        return recipe.model_copy(update={"policy": change(recipe.policy)})
-    schedule = [phase.model_copy(update={"policy": change(phase.policy)}) for phase in recipe.schedule]
-    return recipe.model_copy(update={"schedule": schedule})
+    policy = [
+        entry.model_copy(update={"verify": when}) if entry.options.get("verify") == "first" else entry
+        for entry in recipe.policy
+    ]
+    return recipe.model_copy(update={"policy": policy})
 
 
 def make_order(recipe: Recipe, material: Material) -> BatchOrder:
@@ -171,8 +158,7 @@ class _Built:
     optimizer: torch.optim.Optimizer
     engine: Engine
     accelerator: Accelerator
-    sequence: PhaseSequence
-    phase: int
+    policies: list[Policy]
     num_parameters: int
     num_trained: int
     vocabulary: int
@@ -190,15 +176,14 @@ def _run(recipe: Recipe, built: _Built, batch: _Batch) -> StepForecast:
         with update:
             _update(recipe, built)
     curve = _settle(record.take_curve())
-    later = _try(built, batch) if _go_to_trials(built) else None
+    later = _try(built, batch) if _go_to_trials(recipe, built) else None
     peaks = {phase: point for phase in PHASES if (point := curve.within(phase)) is not None}
     number = min(recipe.training.gradient_accumulation_steps, 2)
     squares = sum(
         count for name, count in of_passes.by_operator.items() if any(part in name for part in (*SQUARES, "attend"))
     )
-    entry = recipe.phases[built.phase]
     return StepForecast(
-        policy=describe_phases([entry], lambda one: describe_policy(one.model_dump(mode="json"))),
+        policy=describe_policies(recipe.model_dump(mode="json")),
         phases={phase: _split(record, point) for phase, point in peaks.items()},
         pass_flops=of_passes.total / number,
         attention_flops=squares / number,
@@ -231,13 +216,13 @@ def _try(built: _Built, batch: _Batch) -> Parts | None:
     return _split(record, record.take_curve().peak)
 
 
-def _go_to_trials(built: _Built) -> bool:
-    """Go to the phase's next step with trial passes before it; False if there is none."""
-    phase, engine = built.sequence.phases[built.phase], built.engine
-    if not any(isinstance(policy, Stateful) and policy.has_trials for policy in phase.policies):
+def _go_to_trials(recipe: Recipe, built: _Built) -> bool:
+    """Go to the next step with trial passes before it; False if there is none."""
+    engine = built.engine
+    if not any(isinstance(policy, Stateful) and policy.has_trials for policy in built.policies):
         return False
     index = engine.now().index
-    due = (later for later in range(max(index, phase.first), phase.end) if engine.trials_are_due(later - index))
+    due = (later for later in range(index, recipe.training.max_steps) if engine.trials_are_due(later - index))
     if (later := next(due, None)) is None:
         return False
     engine.load_state_dict(engine.state_dict() | {"index": later})

@@ -5,7 +5,7 @@ It contains no folder names of this machine: of a local path the card has the la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -75,7 +75,7 @@ class Card:
             front |= {"base_model": model["name"], "base_model_relation": "finetune"}
         if is_hub_id(data["name"], DATASETS):
             front["datasets"] = [data["name"]]
-        policies = [entry["name"] for phase in self.plan.recipe.phases for entry in _entries(phase.policies)]
+        policies = [entry.name for entry in self.plan.recipe.policy if entry.name != "dense"]
         adapters = ["lora"] if model["lora"] else [model["peft"]["type"]] if model["peft"] else []
         rounded = [f"{TAG}{model['quantization']['type']}"] if model["quantization"] else []
         front["tags"] = list(dict.fromkeys(["sparsebp", *(policies or ["dense"]), *adapters, *rounded]))
@@ -184,10 +184,6 @@ def is_hub_id(name: str | None, group: str) -> bool:
     if name is None or name.startswith(PACKAGE) or is_path(name) or name in entry_points(group=group).names:
         return False
     return not Path(name).exists()
-
-
-def _entries(entries: Iterable[Any]) -> list[dict[str, Any]]:
-    return [{"name": entry.name} for entry in entries if entry.name != "dense"]
 
 
 def _is_dense(recipe: dict[str, Any]) -> bool:

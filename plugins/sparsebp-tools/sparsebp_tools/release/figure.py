@@ -15,7 +15,7 @@ from sparsebp_cli.compare.number import of_spread
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, list_runs
-from sparsebp_cli.run.policy_phase import is_dense, read_phases
+from sparsebp_cli.run.stored_policy import is_dense
 from sparsebp_tools.release.interval import estimate_mean
 from sparsebp_tools.release.weights import ReleasedWeights
 
@@ -90,7 +90,7 @@ def compare_here(run: RunFolder, plan: Plan) -> Beside:
         return Beside()
     mine = next(line.group for line in found.runs if line.run_id == run.run_id)
     group = next(group for group in found.groups if group.group == mine)
-    has_dense = len(found.groups) > 1 and not is_dense(read_phases(plan.recipe.model_dump(mode="json")))
+    has_dense = len(found.groups) > 1 and not is_dense(plan.recipe.model_dump(mode="json"))
     verdict = group.verdict if has_dense and group.group != found.baseline else ""
     return Beside(found.metric, _over_seeds(found, mine), verdict, found.warnings if verdict else ())
 
@@ -112,7 +112,7 @@ def _find_company(run: RunFolder) -> list[RunFolder]:
         except SparseBPError:
             continue
         has_policy = _describe_policy(recipe) == _describe_policy(own)
-        if _question(recipe) == _question(own) and (has_policy or is_dense(read_phases(recipe))):
+        if _question(recipe) == _question(own) and (has_policy or is_dense(recipe)):
             found += [other] if other.state() is State.FINISHED else []
     return found
 
@@ -124,4 +124,4 @@ def _question(recipe: dict[str, Any]) -> str:
 
 
 def _describe_policy(recipe: dict[str, Any]) -> str:
-    return json.dumps([recipe.get("policy"), recipe.get("schedule"), recipe.get("backward")], sort_keys=True)
+    return json.dumps([recipe.get("policy"), recipe.get("backward")], sort_keys=True)
