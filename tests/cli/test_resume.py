@@ -86,9 +86,7 @@ def test_the_summary_has_the_command_that_sends_what_was_not_sent(
     assert errors == f"warning: {line}\n"
 
 
-def test_a_run_whose_policies_changed_in_phases_is_shown_and_compared_and_does_not_go_on(
-    call: Cli, run: RunFolder
-) -> None:
+def test_a_run_with_phases_is_shown_and_compared_and_does_not_go_on(call: Cli, run: RunFolder) -> None:
     plan = json.loads(run.plan_file.read_text())
     entry = plan["recipe"].pop("policy")
     plan["recipe"]["schedule"] = [{"until": 0.5, "policy": [{"name": "dense"}]}, {"until": None, "policy": entry}]
