@@ -104,7 +104,8 @@ class LoadedRun:
     @cached_property
     def policies(self) -> list[dict[str, object]]:
         """The policies, each with its name and options."""
-        return [dict(entry) for entry in self.recipe["policy"]]
+        found: Any = self.recipe["policy"]
+        return [dict(entry) for entry in found]
 
     @property
     def is_dense(self) -> bool:
