@@ -135,7 +135,7 @@ def test_a_plan_with_the_default_of_a_removed_key_is_read_and_its_seal_is_unchan
     assert Seal(content["recipe"], {}).changes(Seal(now, {})) == []
 
 
-def test_a_plan_in_which_a_removed_key_had_an_effect_is_read_and_its_split_names_the_key(tmp_path) -> None:
+def test_the_split_of_a_stored_plan_names_a_removed_key_that_had_an_effect(tmp_path) -> None:
     content = json.loads(Plan(recipe=recipe(model={"name": "m", "lora": {}})).model_dump_json())
     content["recipe"]["dataset"]["weight_column"] = "w"
     content["recipe"]["model"]["lora"]["rank_pattern"] = {"q_proj": 4}
