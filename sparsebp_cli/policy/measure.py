@@ -140,8 +140,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class ReadExamples(Observed):
-    """The examples of a forward: the candidates of an example selector, or, for an
-    :class:`~sparsebp_cli.policy.EpochSelector`, the examples that a micro-batch trained on.
+    """The examples of a forward: the candidates of an example selector.
 
     Args:
         name: Number of the forward within the step, from "0".
