@@ -23,8 +23,8 @@ LINES = """`{name}` compared with `{dense}`:
 - evaluation loss: equal up to rounding (difference {loss})
 - time of a training step: {step}
 - time of forward plus backward: {passes}, the median of {probes} measurements (quartiles {low} and {high} %). Each
-  measurement runs both recipes in turn on the same batch. If time fell as much as FLOPs, the reduction would be larger:
-  we measured {reached} % of that reduction.
+  measurement runs both recipes in turn on the same batch. The FLOPs fell more than the time: the time fell by
+  {reached} % of what it would have fallen in proportion to FLOPs.
 - peak memory of tensors during a step: {memory}"""
 
 

@@ -80,7 +80,7 @@ class SelectedTokens(ScoredTokenSelector):
             if self.band is not None or self.within != "batch" or self.mask_column is not None:
                 raise ValueError("draw: proportional needs keep, and neither band, mask_column nor within: example")
         if self.score == "excess" and self.reference is None:
-            raise ValueError("score: excess needs the option reference: the name or path of a model")
+            raise ValueError("'score: excess' needs the option reference, the name or path of a model")
         return self
 
     @property

@@ -69,7 +69,7 @@ class BatchPacker(Policy):
     )
     verify: Literal["never", "first", "always"] = Field(
         "first",
-        description="When to compare the gradient with the gradient without lossless. first: at the first batch, and "
+        description="When to compare the gradient with that of the ordinary step. first: at the first batch, and "
         "at each batch that is longer, larger or arranged differently than all earlier batches.",
     )
 

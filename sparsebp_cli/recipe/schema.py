@@ -187,7 +187,7 @@ class ModelSection(Section):
     )
     lora: LoraSection | None = Field(None, description="Train only low-rank adapters (LoRA). null: no adapters.")
     peft: PeftSection | None = Field(
-        None, description="Train only the weights that another method of peft adds. null: no such method."
+        None, description="An adapter of peft other than LoRA: train only the weights that it adds. null: none."
     )
     adapter: str | None = Field(
         None,
@@ -618,8 +618,8 @@ class MeasureSection(Section):
     )
     fidelity_draws: PositiveInt = Field(
         1,
-        description="For random policies: number of gradients to draw in each comparison. 2 or more: also measure "
-        "bias and variance.",
+        description="Number of gradients of a random policy that each comparison with the dense gradient averages. "
+        "From 2 on, it also measures bias and variance.",
     )
     metric: str | None = Field(
         None,

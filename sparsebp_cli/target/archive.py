@@ -136,7 +136,7 @@ def _check_member(member: tarfile.TarInfo) -> None:
     if PurePosixPath(member.name).name == "plan.json" and member.size > LARGEST_PLAN:
         raise _refuse(f"plan.json may have at most {LARGEST_PLAN} bytes, got {member.size}")
     if len(PurePosixPath(member.name).parts) > MOST_PARTS:
-        raise _refuse(f"its path {shorten(member.name)!r} has more than {MOST_PARTS} folders")
+        raise _refuse(f"the path {shorten(member.name)!r} has more than {MOST_PARTS} folders")
 
 
 def _walk(folder: Path, names: Sequence[str]) -> Iterator[Path]:

@@ -157,7 +157,7 @@ def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]
         if any(kind.weighs_examples for kind in list_kinds([policy])):
             raise DataError(f"{what}: {type(policy).__name__} sets weights of whole examples, too: give only one")
     if recipe.training.compile:
-        raise DataError(f"{what}: weights do not work with training.compile: true; use false")
+        raise DataError(f"{what} do not work with 'training.compile: true': use false")
     try:
         LossWeights(model)
     except UnsupportedError as error:

@@ -111,7 +111,9 @@ class ChosenEpochs:
         if in_step != self._in_step:
             raise ValueError(f"its steps have {in_step} examples, and steps of the plan have {self._in_step}")
         if loss_N.shape != self._loss_N.shape:
-            raise ValueError(f"it has losses of {len(loss_N)} examples, but the training split has {len(self._loss_N)}")
+            raise ValueError(
+                f"it was written for {len(loss_N)} training examples, but the training split has {len(self._loss_N)}"
+            )
         if order_K.shape != weight_K.shape or not ((order_K >= 0) & (order_K < len(loss_N))).all():
             raise ValueError("its epoch visits examples that the training split does not have")
         self._loss_N = loss_N

@@ -36,7 +36,7 @@ WRONG = [
     (
         "same: cost, as: dense, steps: 20",
         "seconds: 5.0, steps: 20",
-        "budget: steps are the steps of the arm that `as` names",
+        "budget: `steps` belongs to the arm that `as` names",
     ),
     ("same: cost, as: dense, steps: 20", "seconds: 0.0", "budget.seconds: must be above 0"),
     (

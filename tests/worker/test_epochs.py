@@ -235,7 +235,7 @@ def test_a_state_of_other_data_or_another_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="and the plan has none"):
         other.load_state_dict(state)
     other.choose_epochs(Given(), num_steps=100, micro_batches=1)
-    with pytest.raises(ValueError, match="losses of 10 examples, but the training split has 9"):
+    with pytest.raises(ValueError, match="written for 10 training examples, but the training split has 9"):
         other.load_state_dict(state)
     with pytest.raises(LookupError):
         other.load_state_dict({})

@@ -195,7 +195,7 @@ def test_the_gradients_are_those_of_the_first_weights_and_batches_and_train_noth
         ({"keep": 0.0}, "greater than 0"),
         ({"keep": 1.5}, "less than or equal to 1"),
         ({"rows": []}, "rows must name at least one linear layer"),
-        ({"rows": ["*"], "coupled": True}, "'coupled: true' needs both rows and columns"),
+        ({"rows": ["*"], "coupled": True}, "'coupled: true' needs the options rows and columns"),
         ({"scope": "model"}, "'scope: model' ranks parts of one size"),
         ({"rows": ["*"], "blocks": ["*"], "scope": "model"}, "'scope: model' ranks parts of one size"),
         ({"batches": 0}, "greater than 0"),

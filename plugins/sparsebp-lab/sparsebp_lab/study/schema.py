@@ -96,7 +96,7 @@ class BudgetSection(BaseModel):
             )
         if self.amount is not None and self.steps is not None:
             raise ValueError(
-                "steps are the steps of the arm that `as` names: leave steps out if you give seconds or tokens"
+                "`steps` belongs to the arm that `as` names: leave `steps` out if you give seconds or tokens"
             )
         if self.part and self.same == "steps":
             raise ValueError(
@@ -249,7 +249,7 @@ class ClaimSection(Section):
         ),
     )
     where: Annotated[str, Field(min_length=1)] = Field(
-        description="Where the paper gives the number, such as `table 2`."
+        description="Where the paper states this number, such as `table 2`."
     )
 
 

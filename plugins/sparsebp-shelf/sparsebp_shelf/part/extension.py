@@ -192,7 +192,7 @@ class PartExtension(TrialExtension):
             raise PolicyError(f"{name} must choose a part of at least one weight, got none")
         for place, part in chosen.items():
             if place not in self._linears:
-                raise PolicyError(f"{name} must choose parts of linear layers of this model, got a part of {place!r}")
+                raise PolicyError(f"{name} must name linear layers of this model, got {place!r}")
             module, form = self._linears[place]
             try:
                 part.check(*form.by_output(weight_of(module)).shape)
