@@ -56,7 +56,7 @@ class Frozen(ParameterSelector):
     )
     turn: Literal["layers"] | None = Field(
         None,
-        description="layers: train only as many layers at a time as at_once says, in turns. Trained parameters outside the "
+        description="layers: train the layers in turns, a few at a time (at_once). Trained parameters outside the "
         "layers, such as embeddings, are trained at every step. null: train all layers at every step.",
     )
     order: Order = Field(

@@ -151,7 +151,6 @@ def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
         ({"score": "random", "band": [0.1, 0.2]}, "random does not support band"),
         ({"score": "excess", "keep": 0.5}, "score: excess. needs the option reference"),
         ({"score": "loss", "keep": 0.5, "reference": "austen-llama"}, "reference has no effect with the other options"),
-        ({"score": "loss", "keep": 0.5, "attention_weight": 0.5}, "attention_weight has no effect with score: loss"),
         ({"score": "loss", "keep": 0.5, "band": [0.1, 0.2]}, "give either keep or band"),
         ({"score": "loss", "band": [0.5, 0.2]}, r"low below high, got \[0.5, 0.2\]"),
         ({"score": "loss", "band": [0.5, 1.2]}, "less than or equal to 1"),
