@@ -94,14 +94,15 @@ class StepPrice:
     def is_due(self, step: int, *, is_limited: bool) -> bool:
         """Return whether to count a step (from 1) before it is made.
 
-        With a work limit, :meth:`count` determines the steps. Without one, count the first steps. Later, count
-        while there are unknown kinds or the cost is uncertain: few steps, at irregular intervals, so that the
-        counts do not always meet the same kind of step of a policy that alternates.
+        With a work limit, :meth:`count` determines the steps. A step of an unknown kind adds some, so that the steps of
+        a policy that begins later do not cost as much as dense ones until the next count. Without a limit, count the
+        first steps. Later, count while there are unknown kinds or the cost is uncertain: few steps, at irregular
+        intervals, so that the counts do not always meet the same kind of step of a policy that alternates.
         """
         if self.counted is None:
             return False
         if is_limited:
-            return step >= self.due
+            return step >= self.due or (self.unknown is not None and self.made < FIRST + self.more + step // MOST)
         if step <= FIRST:
             return True
         allowed = FIRST + self.more + (step - 1 - FIRST) // SELDOM

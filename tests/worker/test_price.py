@@ -178,9 +178,32 @@ def test_a_policy_is_charged_what_it_computes(name, options, uneven, prepared, t
         options = options | {"reference": save_reference(tiny_folder)}
     recipe = uneven(policy=[{"name": name, **options}], **NEEDS.get(name, {}))
     charged, counted = spend(recipe, prepared, monkeypatch, 17 + 2 * (name in OBSERVING))
-    assert charged.passes == pytest.approx(counted.passes, rel=0.01), (name, options)
+    # The policy begins in the middle, and its first step is charged by counts of steps without it.
+    begins_late = name == "selective-backprop" and not options
+    assert charged.passes == pytest.approx(counted.passes, rel=0.02 if begins_late else 0.01), (name, options)
     assert charged.update == pytest.approx(counted.update, rel=0.01), (name, options)
     assert counted.update > 0
+
+
+def test_a_policy_that_begins_later_is_counted_soon_under_a_limit() -> None:
+    price, begun = StepPrice(), StepKind(scored=True, shares=(0.5,))
+    for step in range(1, 10):
+        price.count(CountedPass(300.0, 300.0, 0.0, 4.0, 8.0), StepKind(shares=(1.0,)), step)
+    assert not price.is_due(10, is_limited=True)
+    assert price.price(10, begun, [(4.0, 8.0)], 0, 0)["flops/step"] == 300.0
+    assert price.is_due(11, is_limited=True)
+    price.count(CountedPass(200.0, 300.0, 0.0, 4.0, 8.0), begun, 11)
+    assert price.price(12, begun, [(4.0, 8.0)], 0, 0)["flops/step"] == 200.0
+
+
+def test_kinds_that_stay_unknown_do_not_make_every_step_count() -> None:
+    price, number = StepPrice(), 0
+    for step in range(1, 201):
+        if price.is_due(step, is_limited=True) or step == 1:
+            number += 1
+            price.count(CountedPass(300.0, 300.0, 0.0, 4.0, 8.0), StepKind(shares=(1.0,)), step)
+        price.price(step, StepKind(shares=(step / 400,)), [(4.0, 8.0)], 0, 0)
+    assert number <= 8 + 4 + 200 // 32
 
 
 def save_reference(folder: Path) -> str:
