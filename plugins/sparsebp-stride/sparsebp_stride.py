@@ -1,5 +1,4 @@
-"""Keep every n-th token row and start one row later at each step: selection costs nothing, and every row gets its
-turn."""
+"""Keep every n-th token row, and start one row later at each step, so that every row gets its turn."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +13,7 @@ if TYPE_CHECKING:
 class Stride(GradientSelector):
     """Keep rows ``offset, offset + every, ...``; the offset is the step's number modulo ``every``."""
 
-    every: Annotated[int, Field(ge=1)] = Field(
-        description="Keep every N-th token row of each gradient, where N is this number; 1 is dense."
-    )
+    every: Annotated[int, Field(ge=1)] = Field(description="Keep every N-th token row of each gradient; 1 is dense.")
 
     @property
     def exact(self) -> bool:

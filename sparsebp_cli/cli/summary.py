@@ -51,7 +51,7 @@ STEP_MEMORY = (
     (metric.PEAK_WORKSPACE_BYTES, "workspace"),
 )
 SHOWN = 20  # characters of a text that the saved model was asked or answered
-BROKEN = "a policy left out less work than it claimed; `sparsebp show RUN --all` shows the counts"
+BROKEN = "a policy left out less work than it claimed; `show RUN --all` shows the counts"
 # Rows of the short summary: the first word of a label, and the number of rows beginning with it.
 BRIEF = {"eval": 2, "test": 2, "asked": 1, "training": 1, "cost": 1, "speed": 1, "memory": 1}
 

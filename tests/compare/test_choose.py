@@ -62,7 +62,7 @@ def test_seeds_of_another_experiment_were_not_left_out(make_run: MakeRun) -> Non
     mine = choose(everything, [], "experiment=mine", "here")
     assert describe_left_out(everything, mine) == []
     (line,) = describe_left_out(everything, mine[:2])
-    assert line.endswith("no number here includes seeds 2")
+    assert line.endswith("the numbers here leave out seeds 2")
 
 
 def test_a_word_that_names_nothing_is_answered_in_one_line(runs: list[RunFolder]) -> None:

@@ -189,7 +189,7 @@ def test_a_plan_with_phases_is_read_as_a_policy_that_no_longer_exists(tmp_path) 
         (tmp_path / "plan.json").write_text(json.dumps(content | {"recipe": stored}))
         groups.add(Plan.load(tmp_path / "plan.json").group)
         with pytest.raises(
-            RecipeError, match=r"policy\.0\.name: policy 'schedule' was removed after 0.5: give an option"
+            RecipeError, match=r"policy\.0\.name: policy 'schedule' was removed after version 0.5: give an option"
         ):
             load_stored(stored, "plan.json")
     assert len(groups) == 2

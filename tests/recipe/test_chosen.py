@@ -38,7 +38,7 @@ def write(folder: Path, text: str) -> Path:
             "4:9: policy.0.name",
             "'uniform' needs target.sharding: none",
         ),
-        (TEXT + "policy: {name: tokens, score: excess, keep: 0.5}\n", "policy.0", "score: excess needs reference"),
+        (TEXT + "policy: {name: tokens, score: excess, keep: 0.5}\n", "policy.0", "needs the option reference"),
         (TEXT + "policy: {name: tokens, score: los, keep: 0.5}\n", "policy.0.score", "did you mean loss"),
         (TEXT + "policy: {name: tokens, score: loss}\n", "policy.0", "score: loss needs keep"),
         (

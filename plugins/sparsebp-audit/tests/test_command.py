@@ -194,7 +194,7 @@ def test_what_cannot_be_audited_is_refused_before_anything_starts(tmp_path: Path
     )
     assert "audit takes one recipe, got 2" in _refusal(recipe, recipe)
     assert "--steps must be at most" in _refusal(recipe, "--steps", 10_000)
-    assert "--threshold must be in [0, 1), got 2" in _refusal(recipe, "--threshold", 2)
+    assert "--threshold must be a fraction in [0, 1), got 2" in _refusal(recipe, "--threshold", 2)
     assert "must end in .html" in _refusal("--html", "report.pdf", recipe)
     assert "there is no folder" in _refusal("--html", "nowhere/report.html", recipe)
     assert "--set changes keys of a recipe" in _refusal("--set", "a=1", "--", sys.executable, "x.py")
