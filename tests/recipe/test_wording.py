@@ -80,7 +80,7 @@ TRAINING = SMALL + "training:\n  "
         (SMALL + "policy: 3", "5:9: policy: must be a list, got 3 (a number)"),
         (
             SMALL + "schedule: [{until: 0.5, policy: dense}, {policy: topk}]",
-            "5:1: schedule: unknown key 'schedule': in a recipe, `keep: {from: 1.0, to: 0.25}` gives an option a "
+            "5:1: schedule: unknown key 'schedule': instead, `keep: {from: 1.0, to: 0.25}` gives an option a "
             "schedule; phases of policies were removed after 0.5: start two runs",
         ),
         (SMALL + "policy: [3]", "5:10: policy.0: must be a mapping, got 3 (a number)"),
@@ -203,7 +203,7 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
     [
         (
             SMALL + "tracking: {also: [tensorboard]}",
-            "5:12: tracking.also: unknown key 'also': recipes do not need this key: MLflow has the metrics, and "
+            "5:12: tracking.also: unknown key 'also': not needed: MLflow has the metrics, and "
             "trackers other than MLflow were removed after 0.5",
         ),
         (TRAINING + "lr: 3e-4", "6:3: training.lr: unknown key 'lr': in a recipe, write training.learning_rate"),
@@ -211,7 +211,7 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
         (TRAINING + "batch_size: 8", "in a recipe, write training.per_device_train_batch_size"),
         (TRAINING + "epochs: 3", "in a recipe, write training.num_train_epochs"),
         (TRAINING + "gradient_checkpointing: true", "in a recipe, write backward.checkpointing: full"),
-        (TRAINING + "output_dir: out", "recipes do not need this key: every run has its own folder"),
+        (TRAINING + "output_dir: out", "not needed: every run has its own folder"),
         (TRAINING + "save_total_limit: 3", "in a recipe, write checkpoint.keep_last"),
         (TRAINING + "label_smoothing_factor: 0.1", "recipes have no equivalent key"),
         (TRAINING + "load_in_4bit: true", "in a recipe, write model.quantization: {type: nf4}"),

@@ -92,7 +92,7 @@ def test_what_a_kept_token_must_be_worth_and_where_choosing_can_pay(keep: float,
         assert f"the first step take {ratio:.2f} of the FLOPs of a dense step" in cost
         assert "`sparsebp worth RECIPE`" in cost
         assert f"only below {highest:.2f}, so it {'can' if found.can_pay else 'cannot'} pay" in choice
-        assert "an upper bound, because it assumes that the sizes are known and cost nothing" in choice
+        assert "an upper bound: it assumes that the sizes are known at no cost" in choice
     assert (
         SelectionGain(ratio, ratio, keep, "targets", {"targets": 1.0}).can_pay is False
     )  # equal norms: as if drawn uniformly

@@ -69,7 +69,7 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
     left: dict[str, str] = {}
     needless: list[str] = []
     for key, value in _find_leaves(found):
-        if key not in RULES and (ANSWERS.get(key.rpartition(".")[2]) or "").startswith("nothing"):
+        if key not in RULES and (ANSWERS.get(key.rpartition(".")[2]) or "").startswith("not needed"):
             needless.append(key)
         elif reason := _carry(key, value, settings):
             left[key] = f"{shorten(show(value), 40)}: {reason}"
