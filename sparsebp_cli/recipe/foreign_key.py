@@ -6,6 +6,19 @@ torchtune.
 
 from __future__ import annotations
 
+# Keys that a recipe does not need, and why.
+NOT_NEEDED = {
+    "_component_": "recipes do not name Python classes",
+    "also": "MLflow has the metrics, and trackers other than MLflow were removed after 0.5",
+    "code_diff": "a plan has the commit and a digest of uncommitted changes",
+    "dataset_prepared_path": "a run tokenises its data at each start",
+    "do_train": "every recipe trains",
+    "logging_dir": "every run has its own folder; `sparsebp show` prints its path",
+    "logging_steps": "every step is logged",
+    "output_dir": "every run has its own folder, with the trained model; `sparsebp show` prints its path",
+    "overwrite_output_dir": "every run has a folder of its own",
+    "plot_loss": "every report plots the loss",
+}
 ANSWERS = {
     # how long
     "epochs": "training.num_train_epochs",
@@ -61,10 +74,6 @@ ANSWERS = {
     "eval_steps": "measure.eval_every",
     "eval_strategy": "measure.eval_every",
     "evaluation_strategy": "measure.eval_every",
-    "logging_steps": "not needed: every step is logged",
-    "logging_dir": "not needed: every run has its own folder; `sparsebp show` prints its path",
-    "output_dir": "not needed: every run has its own folder, with the trained model; `sparsebp show` prints its path",
-    "overwrite_output_dir": "not needed: every run has a folder of its own",
     "save_steps": "checkpoint.every",
     "save_strategy": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
@@ -77,7 +86,6 @@ ANSWERS = {
     "wandb_project": "tracking.uri",
     "evals_per_epoch": "measure.eval_every",
     "saves_per_epoch": "checkpoint.every",
-    "plot_loss": "not needed: every report plots the loss",
     # the data
     "datasets": "dataset.name (only one dataset)",
     "dataset_name": "dataset.name",
@@ -85,7 +93,6 @@ ANSWERS = {
     "dataset_dir": "dataset.name (a path)",
     "dataset_train_split": "dataset.split",
     "dataset_test_split": "dataset.eval_split",
-    "dataset_prepared_path": "not needed: a run tokenises its data at each start",
     "template": "dataset.chat_template",
     "max_length": "dataset.max_seq_length",
     "max_seq_len": "dataset.max_seq_length",
@@ -104,10 +111,8 @@ ANSWERS = {
     "dataset_text_field": "dataset.text_column",
     "chat_template_path": "dataset.chat_template",
     # the model
-    "_component_": "not needed: recipes do not name Python classes",
     "adapter": "model.lora for a new adapter, or model.adapter for a trained adapter",
     "checkpointer": "model.name",
-    "do_train": "not needed: every recipe trains",
     "do_eval": "measure.eval_every",
     "finetuning_type": "model.lora (without it, all weights are trained)",
     "flash_attention": "model.attention: flash_attention_2",
@@ -131,24 +136,22 @@ ANSWERS = {
     "quantization_config": "model.quantization: {type: nf4}",
     # keys of our earlier versions
     "policy_validation_examples": None,
-    "code_diff": "not needed: a plan has the commit and a digest of uncommitted changes",
     "eval_batches": "measure.eval_examples",
     "weight_column": "the key weight of a message",
     "schedule": "`keep: {from: 1.0, to: 0.25}` gives an option a schedule; phases of policies were removed after 0.5: "
     "start two runs",
     "time_forms": "`backward: {exclude: [GLOB]}` keeps linear layers dense",
-    "also": "not needed: MLflow has the metrics, and trackers other than MLflow were removed after 0.5",
     "quantization_bit": "model.quantization: {type: nf4}, or {type: int8}",
 }
 
 
 def answer(key: str) -> str | None:
     """Return what to write in a recipe instead of another tool's key; None if the key is unknown."""
+    if key in NOT_NEEDED:
+        return f"not needed: {NOT_NEEDED[key]}"
     if key not in ANSWERS:
         return None
     instead = ANSWERS[key]
     if instead is None:
         return "recipes have no equivalent key"
-    if instead.startswith("not needed: "):
-        return instead
     return f"instead, {instead}" if instead.startswith("`") else f"in a recipe, write {instead}"

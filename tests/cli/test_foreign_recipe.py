@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sparsebp_cli.cli import starter as verb
 from sparsebp_cli.errors import RecipeError, UsageError
-from sparsebp_cli.recipe.foreign_key import ANSWERS
+from sparsebp_cli.recipe.foreign_key import ANSWERS, NOT_NEEDED
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_tools.foreign_recipe import RULES, convert
 
@@ -200,7 +200,7 @@ VALUES = (True, False, 0, 1, 4, -1, 0.5, "2e-4", "x", [1], ["a"], {"a": 1})
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_no_key_with_any_value_makes_a_recipe_that_the_schema_refuses(tmp_path: Path, value: object) -> None:
-    keys = sorted({key for key in (*ANSWERS, *RULES) if re.fullmatch(r"\w+", key)})
+    keys = sorted({key for key in (*ANSWERS, *NOT_NEEDED, *RULES) if re.fullmatch(r"\w+", key)})
     assert len(keys) > 100
     for key in keys:
         recipe, _, text = read(tmp_path, json.dumps({key: value, "num_workers": 3, "weight_decay": 0.1}))

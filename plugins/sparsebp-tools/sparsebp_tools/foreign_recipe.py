@@ -15,7 +15,7 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.error_text import shorten, show
 from sparsebp_cli.policy.field_error import FieldError, describe_errors
 from sparsebp_cli.recipe.document import read_document
-from sparsebp_cli.recipe.foreign_key import ANSWERS, answer
+from sparsebp_cli.recipe.foreign_key import ANSWERS, NOT_NEEDED, answer
 from sparsebp_cli.recipe.loader import read_text
 from sparsebp_cli.recipe.schema import Recipe, TrainingSection
 
@@ -69,7 +69,7 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
     left: dict[str, str] = {}
     needless: list[str] = []
     for key, value in _find_leaves(found):
-        if key not in RULES and (ANSWERS.get(key.rpartition(".")[2]) or "").startswith("not needed"):
+        if key not in RULES and key.rpartition(".")[2] in NOT_NEEDED:
             needless.append(key)
         elif reason := _carry(key, value, settings):
             left[key] = f"{shorten(show(value), 40)}: {reason}"
