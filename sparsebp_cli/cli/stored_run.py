@@ -77,8 +77,8 @@ def ask_target(run: RunFolder) -> None:
         target = target_of(run)
     except RunNotFoundError:
         return  # its target is unknown; only the local folder remains
-    except UsageError:  # its kind is not installed: a run that is over needs no answer
-        if run.state().over:
+    except UsageError:  # its kind is not installed: a run whose event log has its end needs no answer
+        if run.ended() is not None:
             return
         raise
     target.recover(run)

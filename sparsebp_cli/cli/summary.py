@@ -11,7 +11,7 @@ from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.run.journal import list_asked
 from sparsebp_cli.run.metric import Metric
-from sparsebp_cli.run.stored_policy import is_dense
+from sparsebp_cli.run.stored_recipe import is_dense
 from sparsebp_cli.run.visible import make_visible
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
 from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun, flatten
 from sparsebp_cli.compare.whole import whole_median
-from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.census import summarise_census
 
@@ -151,6 +150,8 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
             values = f"{change['then']}; from step {change['step']} on: {change['now']}"
             lines.append(f"run {run.run_id} was resumed with an allowed change: {change['field']} ({values})")
     counted = [run for run in runs if run.finished and not run.repeats]
+    if changing := [run.run_id for run in counted if run.has_phases]:
+        lines.append(f"the policies of {', '.join(changing)} changed during the training: no medians over their steps")
     if pairs := [*islice(ran_together(counted), MOST_PAIRS + 1)]:
         first, second = pairs[0]
         number = f"more than {MOST_PAIRS}" if len(pairs) > MOST_PAIRS else len(pairs)
@@ -250,8 +251,7 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
         whole_median((run, run.series(which.name)) for run in runs) or 0.0
         for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
-    recipes = [rename_keys(run.recipe) for run in runs]
-    chosen = any(flatten(recipe).get("backward.execution") == "reference" for recipe in recipes)
+    chosen = any(flatten(run.recipe).get("backward.execution") == "reference" for run in runs)
     why = "; this is expected, because backward.execution: reference computes every product" if chosen else ""
     return (
         f"{group.label}: claims to need {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "

@@ -20,7 +20,7 @@ from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.column import Column
 from sparsebp_cli.run.series import select
-from sparsebp_cli.run.stored_policy import is_dense
+from sparsebp_cli.run.stored_recipe import SCHEDULE, is_dense
 
 POLICY_KEY = "policy."  # prefix of a recipe's policies, by dotted path
 
@@ -106,6 +106,11 @@ class LoadedRun:
         """The policies, each with its name and options."""
         found: Any = self.recipe["policy"]
         return [dict(entry) for entry in found]
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether its policies changed during the training, by a key of 0.5."""
+        return any(entry["name"] == SCHEDULE for entry in self.policies)
 
     @property
     def is_dense(self) -> bool:

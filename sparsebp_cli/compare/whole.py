@@ -25,5 +25,7 @@ def whole_median(measured: Iterable[Measured]) -> float | None:
 
 
 def _pool(measured: Iterable[Measured]) -> array[float]:
-    """Return the finite values of all runs."""
-    return array("d", (value for _, series in measured for value in series.values() if math.isfinite(value)))
+    """Return the finite values of all runs, without runs whose policies changed: a median of their steps would tell of
+    one phase."""
+    kept = (series.values() for run, series in measured if not run.has_phases)
+    return array("d", (value for values in kept for value in values if math.isfinite(value)))

@@ -19,9 +19,10 @@ from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RunNotFoundError, UsageError, first_line
 from sparsebp_cli.plan.provenance import Provenance, find_provenance
 from sparsebp_cli.policy import ReferenceReader, make_policy
-from sparsebp_cli.recipe.loader import GONE, rename_in_plan
+from sparsebp_cli.recipe.loader import rename_in_plan
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
 from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded, read_json
+from sparsebp_cli.run.stored_recipe import GONE
 from sparsebp_cli.source import DATASETS, MODELS, find_path
 from sparsebp_cli.source.conversation import read_template
 

@@ -14,9 +14,9 @@ from typing import NamedTuple, Self
 
 from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.plan.plan import content_hash
-from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import read
+from sparsebp_cli.run.stored_recipe import rename_keys
 
 # These sections say where a run executes and how it is named, not what it trains.
 FREE = ("name", "target", "tracking", "checkpoint")

@@ -122,7 +122,7 @@ def _add_home(field_error: FieldError) -> FieldError:
     if field_error.kind != "unknown":
         return field_error
     key = field_error.location[-1]
-    instead = answer(str(key))
+    instead = answer(str(key), is_at_top=len(field_error.location) == 1)
     # In a policy or target the word may instead be a misspelt option.
     if instead is not None and not {"policy", "target"} & set(field_error.location[:-1]):
         return replace(field_error, text=f"unknown key {show(str(key))}: {instead}")

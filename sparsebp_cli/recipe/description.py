@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.discovery import find_policy
-from sparsebp_cli.run.stored_policy import SCHEDULE
+from sparsebp_cli.run.stored_recipe import SCHEDULE
 
 
 def describe_policies(recipe: Mapping[str, Any]) -> str:
@@ -19,10 +19,15 @@ def describe_policies(recipe: Mapping[str, Any]) -> str:
 def describe_policy(entry: Mapping[str, Any]) -> str:
     """Return a policy as a recipe writes it: its name and its non-default options."""
     if entry["name"] == SCHEDULE:
-        return f"{SCHEDULE} of {', '.join(map(describe_policies, entry['phases']))}"
+        return f"{SCHEDULE} of {', '.join(map(_describe_phase, entry['phases']))}"
     usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
     options = [f"{key}={value}" for key, value in entry.items() if key not in usual or value != usual[key]]
     return " ".join([entry["name"], *options])
+
+
+def _describe_phase(phase: Mapping[str, Any]) -> str:
+    until = f" until {phase['until']}" if phase.get("until") is not None else ""
+    return f"{describe_policies(phase)}{until}"
 
 
 @cache

@@ -138,6 +138,12 @@ ANSWERS = {
     "policy_validation_examples": None,
     "eval_batches": "measure.eval_examples",
     "weight_column": "the key weight of a message",
+    "independent_examples": None,
+    "exclude_modules": "model.lora.target_modules",
+    "layers_to_transform": "model.lora.target_modules",
+    "layers_pattern": "model.lora.target_modules",
+    "rank_pattern": None,
+    "alpha_pattern": None,
     "schedule": "`keep: {from: 1.0, to: 0.25}` gives an option a schedule; phases of policies were removed after 0.5: "
     "start two runs",
     "time_forms": "`backward: {exclude: [GLOB]}` keeps linear layers dense",
@@ -145,8 +151,11 @@ ANSWERS = {
 }
 
 
-def answer(key: str) -> str | None:
-    """Return what to write in a recipe instead of another tool's key; None if the key is unknown."""
+def answer(key: str, *, is_at_top: bool = False) -> str | None:
+    """Return what to write in a recipe instead of another tool's key; None if the key is unknown. ``is_at_top``:
+    whether the key is in no section."""
+    if key == "schedule" and not is_at_top:
+        key = "scheduler"
     if key in NOT_NEEDED:
         return f"not needed: {NOT_NEEDED[key]}"
     if key not in ANSWERS:

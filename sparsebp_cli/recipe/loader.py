@@ -7,10 +7,8 @@ import json
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.policy.error_text import describe_kind, shorten, show_with_type
@@ -18,29 +16,11 @@ from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.override import apply_override
 from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
-from sparsebp_cli.run.stored_policy import SCHEDULE, fold_schedule
+from sparsebp_cli.run.stored_recipe import OLD_KEYS, rename_keys
 
 LARGEST_BYTES = 64 * 1024
 # The folder of the package, which holds the recipes that ship.
 PACKAGE = Path(__file__).resolve().parents[1]
-# Keys of 0.5 that are gone, with their defaults. Stored recipes are read without them.
-GONE: dict[str, object] = {
-    "backward.time_forms": False,
-    "dataset.policy_validation_examples": None,
-    "dataset.weight_column": None,
-    "measure.eval_batches": None,
-    "measure.independent_examples": None,
-    **dict.fromkeys(f"model.lora.{key}" for key in ("exclude_modules", "layers_pattern", "layers_to_transform")),
-    **{f"model.lora.{key}": {} for key in ("alpha_pattern", "rank_pattern")},
-    "tracking.also": [],
-    "tracking.code_diff": False,
-}
-# These had no effect on the trained weights.
-WITHOUT_EFFECT = {
-    "backward.time_forms", "dataset.policy_validation_examples", "measure.independent_examples", "tracking.also",
-    "tracking.code_diff",
-}  # fmt: skip
-OLD_KEYS = [f'"{key}"'.encode() for key in ("engine", SCHEDULE, *(path.rpartition(".")[2] for path in GONE))]
 # Only the existence of these is checked; their content is not read. See decision 27.
 MARKS = (".git", "pyproject.toml")  # at the top of a checkout, or of a source distribution
 
@@ -220,33 +200,6 @@ def _wrap_text(node: Node, key: str) -> Node:
     if not isinstance(node.content, str):
         return node
     return replace(node, content={key: Node(node.content, node.place, node.place)})
-
-
-def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
-    """Return a stored recipe with its keys renamed to this version's.
-
-    Up to 0.2, ``backward.execution`` was ``engine``. Keys that are gone are left out. If one had an effect on the
-    weights, the name of the split says so. ``schedule`` had phases with a policy each.
-    """
-    known: dict[str, Any] = deepcopy(fold_schedule(recipe))
-    if isinstance(backward := known.get("backward"), dict) and "engine" in backward:
-        backward["execution"] = backward.pop("engine")
-    dataset = known.get("dataset")
-    if isinstance(dataset, dict) and (number := dataset.get("policy_validation_examples")) is not None:
-        # No data have this split: such a run can be shown and compared, but does not go on with other examples.
-        dataset["split"] = f"{dataset.get('split', 'train')}, without {number} examples set aside for a policy"
-    for path, default in GONE.items():
-        *sections, key = path.split(".")
-        part: Any = known
-        for section in sections:
-            part = part.get(section) if isinstance(part, dict) else None
-        if not isinstance(part, dict) or key not in part:
-            continue
-        value = part.pop(key)
-        if value != default and path not in WITHOUT_EFFECT and isinstance(dataset, dict):
-            # No data have this split: such a run can be shown and compared, but does not go on without the key.
-            dataset["split"] = f"{dataset.get('split', 'train')}, with {path}: {json.dumps(value)}"
-    return known
 
 
 def rename_in_plan(content: bytes) -> bytes:

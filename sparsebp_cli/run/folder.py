@@ -41,7 +41,7 @@ from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.record import State
-from sparsebp_cli.run.stored_policy import fold_schedule
+from sparsebp_cli.run.stored_recipe import rename_keys
 from sparsebp_cli.run.visible import mask
 
 SHORTEST_PREFIX = 3
@@ -122,7 +122,7 @@ class RunFolder:
                 value = reduce(getitem, keys, plan)
                 if not isinstance(value, kind):
                     raise TypeError(f"{'.'.join(keys)} is {str(value)[:100]!r}")
-            plan["recipe"] = fold_schedule(plan["recipe"])
+            plan["recipe"] = rename_keys(plan["recipe"])
             _check_policies(plan["recipe"]["policy"])
             tracking = plan["recipe"].get("tracking") or {}
             if uri := tracking.get("uri"):

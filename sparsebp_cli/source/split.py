@@ -11,6 +11,7 @@ from typing import Any
 from sparsebp_cli.errors import DataError, SparseBPError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run import home
+from sparsebp_cli.run.stored_recipe import MARK
 from sparsebp_cli.source.column import as_rows, missing_split
 from sparsebp_cli.source.folder import check_folder
 from sparsebp_cli.source.name import DATASETS, find_source
@@ -24,6 +25,8 @@ def find_splits(section: DatasetSection, folders: Sequence[Path] = ()) -> Splits
     """Return the splits of a dataset by name, as functions that read their rows. A single file is the training split.
     Relative paths are searched in the folders in order, by default in the working folder. Raise DataError if the
     dataset is not found, or is a folder with other files than data."""
+    if MARK in section.split:
+        raise DataError(f"dataset.split is {section.split!r}: a run with such a key can be compared, but not trained")
     source = find_source(section.name, DATASETS, folders)
     if callable(source):
         return _of_tables(source(), section.name)

@@ -62,8 +62,8 @@ def check_spelling(path: str) -> None:
     parts = path.split("/")
     if parts[0] or not path.strip("/") or any(part in {".", ".."} or not PART.fullmatch(part) for part in parts[1:]):
         raise ValueError(
-            "must be an absolute path without the parts . and .., of letters, digits, spaces and . _ - @ + = ~ %, "
-            f"got {path!r}"
+            "must be an absolute path of letters, digits, spaces and . _ - @ + = ~ %, without . and .. as parts, "
+            f"without // and without / at the end, got {path!r}"
         )
 
 

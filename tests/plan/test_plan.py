@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.errors import RecipeError, RunNotFoundError
+from sparsebp_cli.errors import DataError, RecipeError, RunNotFoundError
 from sparsebp_cli.plan import Plan, make_plan, reached_share, speedup_limit
 from sparsebp_cli.plan.identity import find_data
 from sparsebp_cli.plan.plan import find_sources, group_content
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import make_policy
-from sparsebp_cli.recipe import load_stored, loader
+from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import stored_recipe
+from sparsebp_cli.source.split import find_splits
 
 
 def recipe(**changes: object) -> Recipe:
@@ -122,13 +124,13 @@ def test_an_option_that_is_gone_stays_in_what_a_group_is_known_by() -> None:
     assert entry == {"name": "lossless", "labels": True, "padding": True, "prefixes": "share", "verify": "first"}
 
 
-@pytest.mark.parametrize("path", loader.GONE)
+@pytest.mark.parametrize("path", stored_recipe.GONE)
 def test_a_plan_with_the_default_of_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, path) -> None:
     plan = Plan(recipe=recipe(model={"name": "m", "lora": {}}))
     content = json.loads(plan.model_dump_json())
     now = json.loads(plan.model_dump_json())["recipe"]
     *sections, key = path.split(".")
-    reduce(getitem, sections, content["recipe"])[key] = loader.GONE[path]
+    reduce(getitem, sections, content["recipe"])[key] = stored_recipe.GONE[path]
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert Plan.load(tmp_path / "plan.json") == plan
     assert load_stored(content["recipe"], "plan.json").recipe == load_stored(now, "plan.json").recipe
@@ -140,9 +142,24 @@ def test_the_split_of_a_stored_plan_names_a_removed_key_that_had_an_effect(tmp_p
     content["recipe"]["dataset"]["weight_column"] = "w"
     content["recipe"]["model"]["lora"]["rank_pattern"] = {"q_proj": 4}
     (tmp_path / "plan.json").write_text(json.dumps(content))
-    split = 'train, with dataset.weight_column: "w", with model.lora.rank_pattern: {"q_proj": 4}'
-    assert Plan.load(tmp_path / "plan.json").recipe.dataset.split == split
-    assert load_stored(content["recipe"], "plan.json").recipe.dataset.split == split
+    plan = Plan.load(tmp_path / "plan.json").recipe
+    keys = 'dataset.weight_column: "w"', 'model.lora.rank_pattern: {"q_proj": 4}'
+    assert plan.dataset.split == "train" + "".join(f", with a key of 0.5, {key}" for key in keys)
+    assert load_stored(content["recipe"], "plan.json").recipe.dataset.split == plan.dataset.split
+    (tmp_path / "data.jsonl").write_text('{"text": "a b c"}')  # a file has whatever split a recipe names
+    section = plan.dataset.model_copy(update={"name": str(tmp_path / "data.jsonl")})
+    with pytest.raises(DataError, match="a run with such a key can be compared, but not trained"):
+        find_splits(section)
+
+
+def test_batches_to_evaluate_become_examples() -> None:
+    content = json.loads(Plan(recipe=recipe()).model_dump_json())["recipe"]
+    content["measure"] |= {"eval_batches": 3, "eval_examples": None}
+    content["training"]["per_device_train_batch_size"] = 4
+    content["target"]["processes"] = 2
+    measure = stored_recipe.rename_keys(content)["measure"]
+    assert measure["eval_examples"] == 24
+    assert "eval_batches" not in measure
 
 
 @pytest.mark.parametrize("timed", [False, True])

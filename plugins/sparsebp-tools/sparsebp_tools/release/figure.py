@@ -15,7 +15,7 @@ from sparsebp_cli.compare.number import of_spread
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, list_runs
-from sparsebp_cli.run.stored_policy import is_dense
+from sparsebp_cli.run.stored_recipe import is_dense
 from sparsebp_tools.release.interval import estimate_mean
 from sparsebp_tools.release.weights import ReleasedWeights
 

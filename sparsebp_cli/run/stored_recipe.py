@@ -1,0 +1,85 @@
+"""Read the stored recipe of an earlier version, without validating it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+SCHEDULE = "schedule"  # a key of 0.5, and the policy that its phases become
+# Keys of 0.5 that are gone, with their defaults. Stored recipes are read without them.
+GONE: dict[str, object] = {
+    "backward.time_forms": False,
+    "dataset.policy_validation_examples": None,
+    "dataset.weight_column": None,
+    "measure.eval_batches": None,
+    "measure.independent_examples": None,
+    **dict.fromkeys(f"model.lora.{key}" for key in ("exclude_modules", "layers_pattern", "layers_to_transform")),
+    **{f"model.lora.{key}": {} for key in ("alpha_pattern", "rank_pattern")},
+    "tracking.also": [],
+    "tracking.code_diff": False,
+}
+# These had no effect on a run's weights and results, or rename_keys replaces them.
+WITHOUT_EFFECT = {
+    "backward.time_forms",
+    "measure.eval_batches",
+    "measure.independent_examples",
+    "tracking.also",
+    "tracking.code_diff",
+}
+OLD_KEYS = [f'"{key}"'.encode() for key in ("engine", SCHEDULE, *(path.rpartition(".")[2] for path in GONE))]
+MARK = ", with a key of 0.5, "  # in the name of a split: the run can be shown and compared, but not trained further
+
+
+def is_dense(recipe: Mapping[str, Any]) -> bool:
+    """Return whether a stored recipe trains without a policy."""
+    return all(entry["name"] == "dense" for entry in recipe["policy"])
+
+
+def rename_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored recipe with its keys renamed to this version's.
+
+    Up to 0.2, ``backward.execution`` was ``engine``. Keys that are gone are left out. If one had an effect on the
+    weights, the name of the split says so. ``schedule`` had phases with a policy each.
+    """
+    known: dict[str, Any] = deepcopy(_fold_schedule(recipe))
+    if isinstance(backward := known.get("backward"), dict) and "engine" in backward:
+        backward["execution"] = backward.pop("engine")
+    _replace_batches(known)
+    dataset = known.get("dataset")
+    for path, default in GONE.items():
+        *sections, key = path.split(".")
+        part: Any = known
+        for section in sections:
+            part = part.get(section) if isinstance(part, dict) else None
+        if not isinstance(part, dict) or key not in part:
+            continue
+        value = part.pop(key)
+        if value != default and path not in WITHOUT_EFFECT and isinstance(dataset, dict):
+            dataset["split"] = f"{dataset.get('split', 'train')}{MARK}{path}: {json.dumps(value)}"
+    return known
+
+
+def _replace_batches(recipe: dict[str, Any]) -> None:
+    """Count evaluated examples instead of batches, which all processes had."""
+    try:
+        batches, training = recipe["measure"]["eval_batches"], recipe["training"]
+        processes = recipe["target"].get("processes") or 1
+        if batches is not None and recipe["measure"].get("eval_examples") is None:
+            recipe["measure"]["eval_examples"] = batches * training["per_device_train_batch_size"] * processes
+    except (LookupError, TypeError, AttributeError):
+        return  # it has no such key, or the next reader refuses it
+
+
+def _fold_schedule(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored recipe without ``schedule``, a key of 0.5. Its phases become a policy that is not installed: such
+    a run can be shown and compared, but does not go on. Leave a damaged schedule for the next reader to refuse."""
+    rest = {key: value for key, value in recipe.items() if key != SCHEDULE}
+    if not (phases := recipe.get(SCHEDULE)):
+        return rest
+    try:
+        is_whole = all(isinstance(entry["name"], str) for phase in phases for entry in phase["policy"])
+    except (LookupError, TypeError):
+        is_whole = False
+    return {**rest, "policy": [{"name": SCHEDULE, "phases": phases}]} if is_whole else dict(recipe)
