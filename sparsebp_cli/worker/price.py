@@ -83,7 +83,8 @@ class StepPrice:
     known: CountedSteps = field(default_factory=CountedSteps)
     own: int = 0  # the step (from 1) that was counted itself, with its own draws
     made: int = 0  # number of counts, without those of probes
-    more: int = 0  # additional counts because of steps of unknown kinds
+    more: int = 0  # additional counts allowed because of steps of unknown kinds
+    extra: int = 0  # of these, the counts made under a work limit
     unknown: StepKind | None = None  # kind of a step that was unlike all counted steps
 
     def see_probe(self, counted: CountedPass, kind: StepKind) -> None:
@@ -102,7 +103,7 @@ class StepPrice:
         if self.counted is None:
             return False
         if is_limited:
-            return step >= self.due or (self.unknown is not None and self.made < FIRST + self.more + step // MOST)
+            return step >= self.due or (self.unknown is not None and self.extra < self.more)
         if step <= FIRST:
             return True
         allowed = FIRST + self.more + (step - 1 - FIRST) // SELDOM
@@ -116,7 +117,7 @@ class StepPrice:
         steps. Relative to the work of N steps so far, that is v sqrt((k - 1) / N).
         """
         self.see_probe(counted, kind)
-        self.own, self.made = step, self.made + 1
+        self.own, self.made, self.extra = step, self.made + 1, self.extra + (step < self.due)
         if self.unknown is not None and self.known.knows(self.unknown):
             self.unknown = None
         self.spread.add(counted.policy / counted.dense)
@@ -138,8 +139,9 @@ class StepPrice:
         ``trials`` are the FLOPs of trial passes before it."""
         if self.counted is None:
             return {metric.STEP_FLOPS.name: None, metric.DENSE_STEP_FLOPS.name: None}
-        if self.unknown is None and not self.known.knows(kind):
-            self.unknown, self.more = kind, self.more + NEW
+        if not self.known.knows(kind):
+            self.more += NEW * (self.unknown is None)
+            self.unknown = kind
         scale, update = sum(map(self.counted.scale, shapes)), self.per_entry * updated
         is_own = step == self.own or not self.known.counts
         share = self.counted.policy / self.counted.dense if is_own else self.known.predict(kind)
@@ -171,6 +173,7 @@ class StepPrice:
             "own": self.own,
             "made": self.made,
             "more": self.more,
+            "extra": self.extra,
             "unknown": None if self.unknown is None else self.unknown.to_list(),
         }
 
@@ -185,8 +188,8 @@ class StepPrice:
         trained = state.get("trained")
         self.trained = tuple(trained) if isinstance(trained, list) else ()
         self.known = CountedSteps.from_state(state.get("known"))
-        numbers = (state.get(name) for name in ("own", "made", "more"))
-        self.own, self.made, self.more = (n if isinstance(n, int) else 0 for n in numbers)
+        numbers = (state.get(name) for name in ("own", "made", "more", "extra"))
+        self.own, self.made, self.more, self.extra = (n if isinstance(n, int) else 0 for n in numbers)
         unknown = state.get("unknown")
         self.unknown = StepKind.of_list(unknown) if isinstance(unknown, list) else None
 

@@ -185,15 +185,18 @@ def test_a_policy_is_charged_what_it_computes(name, options, uneven, prepared, t
     assert counted.update > 0
 
 
-def test_a_policy_that_begins_later_is_counted_soon_under_a_limit() -> None:
-    price, begun = StepPrice(), StepKind(scored=True, shares=(0.5,))
-    for step in range(1, 10):
-        price.count(CountedPass(300.0, 300.0, 0.0, 4.0, 8.0), StepKind(shares=(1.0,)), step)
-    assert not price.is_due(10, is_limited=True)
-    assert price.price(10, begun, [(4.0, 8.0)], 0, 0)["flops/step"] == 300.0
-    assert price.is_due(11, is_limited=True)
-    price.count(CountedPass(200.0, 300.0, 0.0, 4.0, 8.0), begun, 11)
-    assert price.price(12, begun, [(4.0, 8.0)], 0, 0)["flops/step"] == 200.0
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_a_policy_that_begins_later_is_counted_soon_under_a_limit(noise: float) -> None:
+    price, begun, draw = StepPrice(), StepKind(scored=True, shares=(0.5,)), random.Random(0)
+    for step in range(1, 800):
+        if step == 1 or price.is_due(step, is_limited=True):
+            cost = 300.0 * (1 + noise * draw.gauss(0.0, 1.0))
+            price.count(CountedPass(cost, 300.0, 0.0, 4.0, 8.0), StepKind(shares=(1.0,)), step)
+    price.due = max(price.due, 802)
+    assert price.price(800, begun, [(4.0, 8.0)], 0, 0)["flops/step"] > 250.0
+    assert price.is_due(801, is_limited=True)
+    price.count(CountedPass(200.0, 300.0, 0.0, 4.0, 8.0), begun, 801)
+    assert price.price(802, begun, [(4.0, 8.0)], 0, 0)["flops/step"] == 200.0
 
 
 def test_kinds_that_stay_unknown_do_not_make_every_step_count() -> None:
