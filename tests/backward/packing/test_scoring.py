@@ -17,7 +17,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 from tests.backward.conftest import filled_cache, tiny_model
 from tests.memory.flat import gathered
 
-from .case import IGNORED, make_batch, make_pair_batch
+from .case import IGNORED, LIMIT, error, gradients, make_batch, make_pair_batch
 from .test_every_pair import bart, t5
 
 WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -330,3 +330,13 @@ def test_norms_and_angles_in_float32_are_rounding_in_a_model_of_float64(*, has_g
     note = engine.notes["packing" if has_gradient else NOTE]
     assert "in 3 of 3 batches" in note
     assert "plainly" not in note
+
+
+@pytest.mark.parametrize("labels", ["completion", "scattered"])
+def test_a_batch_is_trained_after_an_evaluation_in_inference_mode(labels: str) -> None:
+    model, batch = tiny_model("llama"), make_batch("right", labels, "tree")
+    expected = gradients(model, None, batch)[1]
+    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
+        with torch.inference_mode():
+            model(**batch)
+        assert error(expected, gradients(model, engine, batch)[1]) < LIMIT

@@ -166,4 +166,5 @@ def lengthen(rows: Ints, length: int) -> Ints:
 
 def to_tensor(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """Return an array as a tensor on a device."""
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    with torch.inference_mode(False):  # a training may use the layout of an evaluation
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
