@@ -23,7 +23,7 @@ from sparsebp_cli.backward.kind.packing.across import PackedMemory
 from sparsebp_cli.backward.kind.packing.groups import Padding, SegmentGroup
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.kind.packing.padding import with_padding, without_padding
-from sparsebp_cli.backward.kind.packing.varlen import VarlenPlan, attend
+from sparsebp_cli.backward.kind.packing.varlen import VarlenPlan, attend, fits
 from sparsebp_cli.backward.observe.internals import attention_name, has_attention, use_attention
 from sparsebp_cli.errors import UnsupportedError
 
@@ -393,7 +393,8 @@ def _attend(
     if mask.memory is None:
         key, value = mask.state.with_before(module, *(kept[0] if kept else (key, value)))
     calls = mask.layout.calls if read is None or not kept else read.calls
-    if calls is not None and implementation == "sdpa" and mask.memory is None and bias is None:
+    is_usual = implementation == "sdpa" and mask.memory is None and bias is None
+    if calls is not None and is_usual and fits(query, key, value, kwargs):
         merged = _attend_all(query, key, value, calls, mask, kwargs)
         if merged is not None:
             return merged, None

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsebp_cli.kernel import is_disabled
 
@@ -53,6 +53,7 @@ class Sequences:
     max_key: int
     query_M: Rows  # which of all queries, in the order of the sequences
     key_K: Rows  # which of all keys
+    num_pairs: int  # of a query and a key in one sequence
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,16 @@ def _sequences(queries: Sequence[Ints], keys: Sequence[Ints], device: torch.devi
     ends = [np.cumsum([0, *map(len, parts)]) for parts in (queries, keys)]
     rows = [np.concatenate(parts) for parts in (queries, keys)]
     numbers = [*ends, *rows]
-    copied = torch.from_numpy(np.concatenate(numbers)).to(device).split([*map(len, numbers)])  # one copy
-    index = [
+    with torch.inference_mode(False):  # a training may use the plan of an evaluation
+        copied = torch.from_numpy(np.concatenate(numbers)).to(device).split([*map(len, numbers)])  # one copy
+        query_end, key_end = copied[0].int(), copied[1].int()
+    query_M, key_K = (
         slice(len(part)) if np.array_equal(part, np.arange(len(part))) else copy
         for part, copy in zip(rows, copied[2:], strict=True)
-    ]
+    )
     sizes = max(map(len, queries)), max(map(len, keys))
-    return Sequences(copied[0].int(), copied[1].int(), *sizes, *index)
+    num_pairs = sum(len(query) * len(key) for query, key in zip(queries, keys, strict=True))
+    return Sequences(query_end, key_end, *sizes, query_M, key_K, num_pairs)
 
 
 def attend(
@@ -105,19 +109,28 @@ def attend(
     ``options`` are those of transformers' SDPA attention, and ``is_causal`` is about rows of the same segment. None
     where the kernel cannot run, or was wrong in a small case.
     """
-    if options.get("dropout") or torch.compiler.is_compiling():
+    size, dtype, scale = query.shape[3], _dtype_of(query), options.get("scaling")
+    if not is_right(query.device, dtype, size, query.shape[1], key.shape[1]):
         return None
-    kind, size = query.device.type, query.shape[3]
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if dtype not in DTYPES or {key.shape[3], value.shape[3]} != {size}:
-        return None
-    if size % 8 or size > LARGEST_HEAD or not is_right(query.device, dtype, size, query.shape[1], key.shape[1]):
-        return None
-    scale = options.get("scaling")
     rows = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    rows = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in rows)  # the kernel requires it
     scale = size**-0.5 if scale is None else float(scale)
     output: Tensor = _Merged.apply(*rows, plan, scale, is_causal)  # type: ignore[no-untyped-call]
     return output[None]
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
+    """Return whether the kernel supports these tensors and options of transformers' SDPA attention."""
+    if any(options.get(name) for name in ("dropout", "softcap")) or options.get("s_aux") is not None:
+        return False
+    size = query.shape[3]
+    is_whole = size % 8 == 0 and size <= LARGEST_HEAD and {key.shape[3], value.shape[3]} == {size}
+    return is_whole and _dtype_of(query) in DTYPES and not torch.compiler.is_compiling()
+
+
+def _dtype_of(query: Tensor) -> torch.dtype:
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 class _Merged(torch.autograd.Function):
@@ -137,6 +150,8 @@ class _Merged(torch.autograd.Function):
             output[index], total[:, index] = merged.to(output.dtype), sums_HM
         ctx.save_for_backward(query, key, value, output, total)
         ctx.plan, ctx.scale, ctx.is_causal = plan, scale, is_causal
+        num_pairs = sum(sequences.num_pairs for sequences in (plan.own, plan.before) if sequences is not None)
+        ctx.products = 10.0 * num_pairs * query.shape[1] * query.shape[2]  # FLOPs of the backward's five products
         return output
 
     @staticmethod
@@ -195,19 +210,29 @@ def _call_backward(  # noqa: PLR0913 - what one call of the kernel reads
     return found
 
 
-@cache
+_FOUND: dict[tuple[object, ...], bool] = {}  # the results of small cases
+
+
 def is_right(device: torch.device, dtype: torch.dtype, size: int, heads: int, key_heads: int) -> bool:
     """Return whether the calls give the output and gradients of PyTorch's attention in a small case.
 
     The first call for each dtype and shape of heads waits for the device.
     """
+    which = device, dtype, size, heads, key_heads
+    if which in _FOUND:
+        return _FOUND[which]
     try:
-        wrong = max(_compare(device, dtype, size, heads, key_heads))
+        # Neither a counter of FLOPs nor a mode without gradients belongs to the small case.
+        with _disable_current_modes(), torch.inference_mode(False):
+            wrong = max(_compare(*which))
         reason = "" if wrong <= 4 * torch.finfo(dtype).eps else f"relative error {wrong:.1g}"
+    except torch.OutOfMemoryError:
+        return False  # this time
     except (RuntimeError, NotImplementedError) as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     if reason:
         log.warning("lossless calls SDPA for each group of rows on %s, not one flash kernel (%s)", device, reason)
+    _FOUND[which] = not reason
     return not reason
 
 
