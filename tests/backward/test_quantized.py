@@ -198,5 +198,5 @@ def test_what_needs_trained_or_whole_weights_is_refused_by_name(folder: Path) ->
 @pytest.mark.compiles
 def test_compiling_a_quantised_model_is_refused_by_name(folder: Path) -> None:
     model = adapt(load(folder, "nf4"))
-    with pytest.raises(UnsupportedError, match=r"quantised linears .* is not supported with torch\.compile"):
+    with pytest.raises(UnsupportedError, match=r"quantised linear layers .* is not supported with torch\.compile"):
         sbp.attach(torch.compile(model), sbp.make_policy("topk", keep=0.5, along="rows"))

@@ -201,5 +201,5 @@ def test_a_cycle_needs_turns_that_go_round_and_no_eager_update() -> None:
     with pytest.raises(PolicyError, match="learning_rate needs turn: layers"):
         make_policy("frozen", freeze=["*norm*"], learning_rate="cycle")
     model = tiny_decoder("llama")
-    with pytest.raises(UnsupportedError, match="Frozen sets learning rates, which update='eager' reads before"):
+    with pytest.raises(UnsupportedError, match="Frozen sets learning rates, but update='eager' reads them before"):
         sbp.attach(model, HIFT, optimizer=torch.optim.SGD(model.parameters(), 0.1), update="eager")

@@ -97,6 +97,6 @@ def test_a_run_with_phases_is_shown_and_compared_and_does_not_go_on(call: Cli, r
         assert "topk" in done.stdout
     assert "schedule of dense, topk" in call("show", run.run_id).stdout
     with pytest.raises(
-        PolicyError, match=r"^policy 'schedule' was removed after 0.5: give an option a schedule \(keep: "
+        PolicyError, match=r"^policy 'schedule' was removed after version 0.5: give an option a schedule \(keep: "
     ):
         make_policies(Plan.load(run.plan_file).recipe)

@@ -147,7 +147,7 @@ def test_watch_lists_once_where_no_terminal_shows_it(call: Cli, three: list[RunF
 def test_a_tag_that_could_mean_something_else_is_refused(call: Cli, three: list[RunFolder], name: str) -> None:
     done = call("tag", "dense", "--", name)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: a tag is a letter")
+    assert done.stderr.startswith("error: a tag must be a letter")
     assert not (three[2].path / "labels.json").exists()
 
 

@@ -164,7 +164,7 @@ def check_card(folder: Path, run: RunFolder, recipe: Recipe) -> None:
     again = load_recipe(folder.parent / "recipe.yaml")
     for section in ("dataset", "training", "measure", "backward"):
         assert getattr(again, section) == getattr(recipe, section), section
-    policies = [[make_policy(entry.name, **entry.options) for entry in one.policies] for one in (again, recipe)]
+    policies = [[make_policy(entry.name, **entry.options) for entry in one.policy] for one in (again, recipe)]
     assert policies[0] == policies[1]
 
 
@@ -230,9 +230,9 @@ def test_a_quantised_base_leaves_as_plain_numbers(base: Path, tiny_recipe: Any, 
     assert find_rounded(folder) == find_rounded(run.path / "model") == "nf4"
     assert find_rounded(base) is None
     following = train(Recipe.model_validate(values | {"model": model | {"name": str(folder)}}), prepared)
-    (told,) = (text for text in _notes(following) if "quantised again" in text)
+    (told,) = (text for text in _notes(following) if "Quantising it again" in text)
     assert told.startswith(f"{folder} contains adapters merged into a base in nf4")
-    assert not [text for text in _notes(run) if "quantised again" in text]
+    assert not [text for text in _notes(run) if "Quantising it again" in text]
 
 
 @pytest.mark.slow

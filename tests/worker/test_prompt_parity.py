@@ -58,7 +58,7 @@ def test_most_prompts_with_a_blank_at_their_end_are_refused_and_few_are_named(tm
     data = _build(tmp_path, [*good, *good, bad[0]], format="completion", held_out="tail", eval_fraction=0.2)
     warned = [text for level, text in find_warnings(data.census) if level == "warning" and "other tokens" in text]
     assert len(warned) == 1
-    assert "data: validation: 1 of 3 prompts get other tokens" in warned[0]
+    assert "data: validation: 1 of 3 prompts become other tokens" in warned[0]
 
 
 def test_a_row_without_an_answer_to_ask_for_is_not_compared(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_the_cost_of_choosing_is_counted_and_that_of_not_choosing_is_nothing() -
 def test_schedule_needs_the_number_of_steps_and_keeps_it() -> None:
     model, arguments = tiny_decoder("llama"), batch(4)
     with pytest.raises(
-        UsageError, match=r"Uniform: start and end are fractions of the training's steps: give attach\(num_steps"
+        UsageError, match=r"Uniform: start and end are fractions of the training's steps: pass attach\(num_steps"
     ):
         attach(model, [Uniform()])
     assert "forward" not in model.__dict__

@@ -104,7 +104,7 @@ def test_keys_and_values_that_were_learned_beforehand_are_refused(policy: Policy
         pytest.raises(
             UnsupportedError,
             match=r"a filled cache of earlier positions|(cache|past_key_values) in training|"
-            r"the prompt of PeftModelForCausalLM",
+            r"the trained prompt of PeftModelForCausalLM",
         ),
         sbp.attach(model, [policy]),
     ):

@@ -9,9 +9,9 @@ from sparsebp_tools.bench import Benchmark, BenchmarkRow
 NUMBERS = ("kept", "speed-up", "quartiles", "limit", "reached", "flops", "saved", "peak")
 LEGEND = (
     "speed-up: forward + backward, over plain PyTorch in the same round; with quartiles of the rounds",
-    "limit, reached: speed-up that the remaining FLOPs would allow, and the fraction of this saving that was reached",
+    "limit, reached: the speed-up that the remaining FLOPs allow, and the fraction of it that was reached",
     "flops, saved, peak: FLOPs of the backward, memory saved for it, and peak memory; plain PyTorch is 1",
-    "worth: how many dense rows or entries a kept one must replace; dense on less of the batch costs as much",
+    "worth: dense rows or entries that a kept one must replace; dense on less of the batch costs as much",
     "choosing by norm can pay only if the effective sample size of the gradients, as a fraction, is",
     "below 1 / worth; `sparsebp validate --probe RECIPE` measures it (the tokens of bench are random)",
 )
