@@ -95,7 +95,7 @@ def test_a_run_with_phases_is_shown_and_compared_and_does_not_go_on(call: Cli, r
         done = call(*words)
         assert done.returncode == 0, done.stderr
         assert "topk" in done.stdout
-    assert "schedule of dense, topk" in call("show", run.run_id).stdout
+    assert "schedule of dense until 0.5, topk" in call("show", run.run_id).stdout
     with pytest.raises(
         PolicyError, match=r"^policy 'schedule' was removed after version 0.5: give an option a schedule \(keep: "
     ):
