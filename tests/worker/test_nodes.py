@@ -176,7 +176,11 @@ def test_a_worker_that_was_started_on_too_few_nodes_is_refused(monkeypatch, envi
             "target local runs on one machine, got 2; ",
         ),
         ({"kind": "docker", "host": "ssh://gpu1", "nodes": 2, "processes": 2}, "nodes", "docker runs on one machine"),
-        ({"kind": "slurm", "nodes": 2, "processes": 3}, "processes", "must be a multiple of nodes (2), got 3"),
+        (
+            {"kind": "slurm", "nodes": 2, "processes": 3},
+            "processes",
+            "must be a multiple of nodes (2), because it counts the processes of all nodes; got 3",
+        ),
         ({"kind": "slurm", "nodes": 2, "processes": 8, "gpus": 8}, "", "need 4 on each, got 8"),
         (
             {"kind": "slurm", "nodes": 2, "processes": 8, "gpus": "a100:4", "peer_timeout_min": 0},
