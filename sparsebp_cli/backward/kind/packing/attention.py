@@ -31,6 +31,7 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 KeysValues = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each attention call in a layer
+LAYOUT = "packed_layout"  # argument of the model with the layout, for layers that mix neighbouring rows
 KeysOfModules = Mapping[nn.Module, tuple[Tensor, Tensor]]
 
 
@@ -350,6 +351,7 @@ def _register(implementation: str) -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
         function = _own_attention(module, implementation)
+        kwargs.pop(LAYOUT, None)
         if isinstance(attention_mask, PackedMask):
             return _attend(function, implementation, module, (query, key, value), attention_mask, **kwargs)
         return function(module, query, key, value, attention_mask, **kwargs)

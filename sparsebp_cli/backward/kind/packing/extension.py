@@ -20,6 +20,7 @@ from sparsebp_cli.backward.decoder.decoder import argument_names
 from sparsebp_cli.backward.kind.packing.forward import PackedForward
 from sparsebp_cli.backward.kind.packing.head import count_rows
 from sparsebp_cli.backward.kind.packing.last_layer import install_last_layer
+from sparsebp_cli.backward.kind.packing.mixer import install_mixers
 from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
 from sparsebp_cli.backward.kind.packing.pair import PairBatch
 from sparsebp_cli.backward.kind.packing.planner import PackingPlanner
@@ -72,6 +73,7 @@ class PackingExtension(PackingPlanner):
         self.dropout.install(self._patches)
         if self.prompt is not None:
             self.prompt.install(self._patches)
+        install_mixers(self._patches, self.mixers)
         self.places = ModulePlaces(self.model)
         if self.pair is not None:
             self.pair.install(self._patches)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, SegmentGroup, arrange, make_group, to_tensor
+from sparsebp_cli.backward.kind.packing.mixing import MixingPlan, Span, plan_mixing
 from sparsebp_cli.backward.kind.packing.varlen import NO_ROWS, VarlenPlan, has_kernel, plan_calls
 from sparsebp_cli.backward.patch.boundary import fill
 
@@ -90,6 +91,12 @@ class PackedLayout:
     before: RowsBefore | None = None  # None: all keys belong to rows of this forward
     _host: HostRows | None = None  # None: not made on the host
     calls: VarlenPlan | None = None  # None: attention runs group by group
+    spans: tuple[Span, ...] = ()
+
+    @cached_property
+    def mixing(self) -> MixingPlan:
+        """The rows in the order in which layers that mix neighbouring rows run them."""
+        return plan_mixing(self.spans, self.source_N.device)
 
     @cached_property
     def host(self) -> HostRows:
@@ -312,6 +319,7 @@ def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one w
         RowsBefore(to_tensor(np.concatenate([*held.values()]), device)) if held else None,
         HostRows(row.reshape(size), computed.reshape(size)),
         _plan_calls(members, rows, rows, before, attends, device),
+        tuple(Span(rows[number], segment.parent, segment.attends) for number, segment in enumerate(segments)),
     )
 
 

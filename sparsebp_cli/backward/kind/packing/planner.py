@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from typing_extensions import override
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant, is_pretrained
 from sparsebp_cli.backward.isolation import Examples, examples_at
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT, has_fused_head
-from sparsebp_cli.backward.kind.packing.attention import AttentionRule, Switch, ask_rule, packed
+from sparsebp_cli.backward.kind.packing.attention import LAYOUT, AttentionRule, Switch, ask_rule, packed
 from sparsebp_cli.backward.kind.packing.balance import (
     OPTION,
     balances_experts,
@@ -46,6 +47,7 @@ from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows
 from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+from sparsebp_cli.backward.kind.packing.mixer import find_mixers
 from sparsebp_cli.backward.kind.packing.packed_model import PackedModel, PackingEngine
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairPacking, is_pair
 from sparsebp_cli.backward.kind.packing.prompt import SoftPrompt
@@ -144,6 +146,11 @@ class PackingPlanner(PackedModel):
         self._num_expected, self._expects_probe = 0, False
         self._ran_held: list[PackedLayout] = []  # layouts of the held rows that ran before them
         self._held = HeldRows()
+
+    @cached_property
+    def mixers(self) -> list[nn.Module]:
+        """Layers that mix neighbouring positions, and continue a text from states."""
+        return find_mixers(self._text)
 
     @property
     def known_arguments(self) -> frozenset[str]:
@@ -255,6 +262,8 @@ class PackingPlanner(PackedModel):
         states = self.returns_states(inputs)
         needed = self._needed(real, real if balances or states else read, alone, begins, causal=causal)
         reason = refuse_bounds(inputs, begins, size, causal=causal)
+        if self.mixers and (begins is not None or facts.has_gaps):
+            reason = "layers of this model mix neighbouring positions, across texts in a row and gaps in a text, too"
         if reason := reason or refuse_batch(self.model, facts, int(position[needed | alone].max())):
             (self.counts if counts is None else counts).refuse(reason)
             return None
@@ -279,8 +288,10 @@ class PackingPlanner(PackedModel):
         is_known = self.head is not None and self.pair is None and self.prompt is None and not self.dropout
         if not is_known or self.failure or self.is_causal is False:
             return False
-        if find_reentrant(self.model) is not None:  # under reentrant checkpointing keys and values have no graph
-            self._held.refused = "reentrant checkpointing"
+        # States of other micro-batches are not held, and under reentrant checkpointing keys and values have no graph.
+        is_reentrant = find_reentrant(self.model) is not None
+        if self.mixers or is_reentrant:
+            self._held.refused = "reentrant checkpointing" if is_reentrant else "layers that mix neighbouring positions"
             return False
         # Under trl's fused head, examples of weight zero run as a separate batch without gradient.
         parts = [self.dead.find_trained(batch) if batch.get(ARGUMENT) else None for batch in batches]
@@ -502,6 +513,7 @@ class PackingPlanner(PackedModel):
         count_N = torch.ones_like(layout.position_N) if count_N is None else count_N
         taken["attention_mask"] = count_N[None]
         taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
+        taken |= {LAYOUT: layout} if self.mixers else {}
         short, keys = bool(self.shortens) if shortens is None else shortens, [rows.keys for rows in before]
         with packed(layout, shortens=short, before=keys, keeps=keeps) as state:
             output = run(taken)

@@ -16,14 +16,16 @@ from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS, argument_names
 from sparsebp_cli.backward.kind.packing.balance import OPTION, find_coefficient
 from sparsebp_cli.backward.kind.packing.batch import ATTENTIONS, KNOWN, STATES, BatchFacts
 from sparsebp_cli.backward.kind.packing.dropout import find_adapter_dropout
+from sparsebp_cli.backward.kind.packing.mixer import find_mixers
 from sparsebp_cli.backward.observe.internals import is_batch_norm
 from sparsebp_cli.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Other types, such as convolutions and recurrences, mix neighbouring rows.
+# Types of layers. Others, such as recurrences without a cache of states, mix neighbouring rows in ways of their own.
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+MIXING_LAYERS = {"conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding"}
 
 OUTPUTS = {ATTENTIONS, STATES}  # optional outputs of a forward: if they need every position, the batch runs plainly
 
@@ -41,7 +43,8 @@ def refuse_inexact(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"{name} has experts with a capacity: its routers depend on the whole batch")
     if not is_pair and not getattr(model, "_supports_attention_backend", False):
         _refuse_attention(model, name)
-    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYERS)
+    known = LAYERS | (MIXING_LAYERS if find_mixers(find_text(model)) else set())
+    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - known)
     if others:
         raise UnsupportedError(f"{name} has layers of the type {others[0]}, which mix neighbouring rows: {WAY_OUT}")
     for kind in {type(module) for module in model.modules() if is_attention(module)}:
@@ -50,13 +53,13 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     for option in ROUTER_OPTIONS:
         if getattr(config, option, None) and not (option == OPTION and _knows_balance(model)):
             raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch; set it to 0 or False")
-    known = set() if is_pair else set(find_adapter_dropout(model.base_model))
+    known_dropout = set() if is_pair else set(find_adapter_dropout(model.base_model))
     for where, module in model.named_modules():
         if is_batch_norm(module):
             raise UnsupportedError(f"{where!r} computes statistics of the whole batch")
         rates = {name: value for name, value in vars(module).items() if "drop" in name}
         rates |= {"p": module.p} if isinstance(module, nn.Dropout) else {}
-        for rate in rates.values() if module not in known else ():
+        for rate in rates.values() if module not in known_dropout else ():
             if isinstance(rate, float) and rate > 0.0:
                 raise UnsupportedError(
                     f"{where!r} has dropout {rate:g}, whose masks depend on how the batch is arranged: set it to 0"
@@ -65,7 +68,9 @@ def refuse_inexact(model: PreTrainedModel) -> None:
 
 def _refuse_attention(model: PreTrainedModel, name: str) -> None:
     """Raise :class:`UnsupportedError` unless rows interact only in attention through transformers' interface."""
-    modules = list(find_text(model).modules())
+    text = find_text(model)
+    mixed = {inner for mixer in find_mixers(text) for inner in mixer.modules()}
+    modules = [module for module in text.modules() if module not in mixed]
     cores = [module for module in modules if is_attention(module)]
     if not cores or not all(map(calls_interface, cores)) or any(isinstance(module, nn.Conv1d) for module in modules):
         raise UnsupportedError(
