@@ -5,7 +5,7 @@
     python benchmarks/eager.py --tiny              # shows that the script works, and measures nothing
 
 A llama with random weights and untied embeddings is trained on random tokens, by AdamW and by APOLLO-Mini, deferred and
-eagerly in turns. Bytes are those of ``sbp.memory_trace`` over a whole step, the second one, so that the optimizer's
+eagerly in turns. Bytes are those of ``memory_trace`` over a whole step, the second one, so that the optimizer's
 state is there; the figure that counts is the largest sum of weights, gradients and state at any moment of it, over the
 weights. Times are those of other steps, deferred and eager in turns on one model.
 """
@@ -30,9 +30,8 @@ from torch import nn  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from sparsebp_cli.backward import attach  # noqa: E402
-from sparsebp_cli.memory import memory_trace  # noqa: E402
 from sparsebp_cli.optimizers.apollo import Apollo  # noqa: E402
-from sparsebp_cli.run.memory import MemoryCurve, MemorySplit  # noqa: E402
+from sparsebp_tools.memory import MemoryCurve, MemorySplit, memory_trace  # noqa: E402
 
 UPDATES = ("deferred", "eager")
 TINY = ["--layers", "4", "--hidden", "64", "--intermediate", "172", "--vocabulary", "128", "--tokens", "16"]

@@ -8,8 +8,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sparsebp_cli.run.memory import MemoryCurve
-from sparsebp_cli.run.picture import OPTIONS, PART_COLOURS, PART_WORDS, draw_memory_curves, save
+from sparsebp_tools.memory.curve import MemoryCurve
+from sparsebp_tools.memory.picture import OPTIONS, PART_COLOURS, PART_WORDS, draw_memory_curves, save
 
 LIMIT = 1.3  # the idea's author reached it with a low-rank optimizer
 

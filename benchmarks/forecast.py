@@ -249,8 +249,8 @@ def run_plan(plan_file: Path) -> tuple[int, int, int]:
     with JournalWriter(run.path, durable=False) as journal:
         training = Training.build(Plan.load(plan_file), run, journal, StopRequest())
         if training.engine.trials_are_due():  # part of what is forecast; a run itself watches later steps alone
-            due = training.memory.due
-            training.memory.due = lambda step: step == 1 or due(step)
+            due = training.step_peak.due
+            training.step_peak.due = lambda step: step == 1 or due(step)
         training.run_to_end()
     history = History.load(run.path)
     peak = max(history.series(metric.STEP_PEAK_BYTES.name).values())

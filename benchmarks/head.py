@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import sparsebp_cli as sbp  # noqa: E402
 from sparsebp_cli.backward import count_flops  # noqa: E402
+from sparsebp_tools.memory import memory_trace  # noqa: E402
 
 IGNORED = -100
 MODEL = {"vocab_size": 16_384, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2}
@@ -84,7 +85,7 @@ def measure(model: Any, run: Callable[[], None]) -> tuple[dict[str, float], Tens
         run()
     gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
-    with sbp.memory_trace(model) as trace:
+    with memory_trace(model) as trace:
         run()
     split = trace.peak.split
     return {"flops": count.total, "bytes": split.activations + split.workspace}, gradient

@@ -35,6 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import sparsebp_cli as sbp  # noqa: E402
 from sparsebp_tools.bench.row import quartiles  # noqa: E402
+from sparsebp_tools.memory import memory_trace  # noqa: E402
 
 WAYS = ("padded", "rows", "padding-free", "lossless")
 IGNORED = -100
@@ -145,7 +146,7 @@ def count(arms: Arms, batch: Batch, way: str) -> tuple[int, int]:
     with FlopCounterMode(display=False) as counter:
         arms.step(batch, way)
     model.zero_grad(set_to_none=True)
-    with sbp.memory_trace(model) as trace:
+    with memory_trace(model) as trace:
         arms.step(batch, way)
     return int(counter.get_total_flops()), trace.peak.split.total
 

@@ -62,7 +62,7 @@ def main() -> None:
     # use_checkout() must run before these imports.
     import torch
 
-    import sparsebp_cli as sbp
+    from sparsebp_tools.memory import memory_trace
 
     model, optimizer, ids = build(options)
 
@@ -81,7 +81,7 @@ def main() -> None:
     for _ in range(options.rounds):
         plain.append(step())
         start = time.perf_counter()
-        with sbp.memory_trace(model, optimizer) as trace:
+        with memory_trace(model, optimizer) as trace:
             watched.append(step())
         whole.append(time.perf_counter() - start)
     ratios = [after / before for before, after in zip(plain, watched, strict=True)]

@@ -3,7 +3,7 @@
     python benchmarks/segments.py                  # a llama of 16 layers on a CPU
     python benchmarks/segments.py --tiny           # shows that the script works, and measures nothing
 
-Bytes are those of ``sbp.memory_trace`` over forward and backward: `saved` is the largest sum of what autograd holds,
+Bytes are those of ``memory_trace`` over forward and backward: `saved` is the largest sum of what autograd holds,
 `peak` the largest sum of everything but the weights. Times are taken in turns on one model; each way's seconds are
 divided by plain PyTorch's of the same round.
 """
@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations, keep_activations  # noqa: E402
 from sparsebp_cli.backward import attach  # noqa: E402
-from sparsebp_cli.memory import memory_trace  # noqa: E402
+from sparsebp_tools.memory import memory_trace  # noqa: E402
 
 TINY = ["--layers", "4", "--hidden", "32", "--vocabulary", "64", "--tokens", "16", "--rounds", "2"]
 

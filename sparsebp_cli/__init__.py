@@ -61,7 +61,6 @@ __all__ = [
     "attach",
     "find_policies",
     "make_policy",
-    "memory_trace",
     "segmented_backward",
 ]
 
@@ -74,7 +73,6 @@ if TYPE_CHECKING:
         segmented_backward,
     )
     from sparsebp_cli.composition import BackwardOptions
-    from sparsebp_cli.memory import memory_trace
     from sparsebp_cli.policy import find_policies, make_policy
     from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
 else:
@@ -88,7 +86,7 @@ else:
         "PolicyTrainer": "sparsebp_cli.trainer",
         "find_policies": "sparsebp_cli.policy",
         "make_policy": "sparsebp_cli.policy",
-        "memory_trace": "sparsebp_cli.memory",
+        "memory_trace": "sparsebp_cli.memory",  # moved; the next release removes it
         "segmented_backward": "sparsebp_cli.backward",
     }
 

@@ -29,7 +29,7 @@ EXEMPT = {
     "cli/outlet.py": "the null device",
     "cli/app.py": "error.log, a traceback",
     "testing/fake.py": "the other side of a fake target",
-    "worker/step_memory.py": "a file of /proc",
+    "worker/peak_memory.py": "a file of /proc",
     "process/site/sitecustomize.py": "a note of a failure, in a temporary folder; imports nothing of the package",
 }
 NO_FILES = {"dataclasses", "durable", "self.states"}  # whose functions have names like those of files

@@ -37,8 +37,8 @@ sbp.atach(model, [])
 sbp.attach(model, [], sites="lineras")
 sbp.attach(model, [], eager_clip="exakt", update="eager")
 sbp.attach(model, [], execution="fast", checkpointing="ful", reference="batch")
-sbp.memory_trase
-sbp.memory_trace(3)
+sbp.make_polisy
+sbp.segmented_backward(3)
 testing.check_polisy
 testing.check_policy(3)
 try:
@@ -89,6 +89,7 @@ def test_example_plugins_and_the_guide_use_public_names_only() -> None:
     # The shelf's own tests look inside, as ours do; and so do these packages, until what they need has a public name.
     inside = SHELF_TESTS, *(PLUGINS / f"sparsebp-{name}" for name in ("audit", "lab", "tools"))
     files = [file for file in PLUGINS.rglob("*.py") if not any(map(file.is_relative_to, inside))]
+    files += (PLUGINS / "sparsebp-tools" / "sparsebp_tools" / "memory").glob("*.py")
     files += (ROOT / "tests" / "plugins").rglob("*.py")
     pieces = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
     pieces |= {block.place: block.text for block in blocks("python")}
@@ -112,13 +113,16 @@ def test_a_use_of_a_private_name_is_found(line: str) -> None:
 
 
 def test_names_that_moved_lead_to_their_package_with_a_warning() -> None:
-    from sparsebp_cli import auditor
+    from sparsebp_cli import auditor, memory
 
-    for name in ("audit", "Audit"):
-        with pytest.warns(FutureWarning, match=f"{name} has moved: import it from sparsebp_audit"):
-            assert getattr(auditor, name) is getattr(sparsebp_audit, name)
+    for module in (auditor, memory):
+        for name, home in module.HOMES.items():
+            with pytest.warns(FutureWarning, match=f"{name} has moved: import it from {home}"):
+                assert getattr(module, name) is getattr(import_module(home), name)
     with pytest.warns(FutureWarning, match="has moved"):
         assert sbp.audit is sparsebp_audit.audit
+    with pytest.warns(FutureWarning, match="has moved"):
+        assert sbp.memory_trace is import_module("sparsebp_tools.memory").memory_trace
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -137,6 +141,10 @@ def test_a_name_that_moved_says_which_package_to_install(monkeypatch: pytest.Mon
     line = "audit is in the package sparsebp-audit: python -m pip install sparsebp-audit"
     with pytest.raises(ModuleNotFoundError, match=f"^{line}, or"):
         sbp.audit  # noqa: B018
+    monkeypatch.setitem(sys.modules, "sparsebp_tools.memory", None)
+    line = "memory_trace is in the package sparsebp-tools: python -m pip install sparsebp-tools"
+    with pytest.raises(ModuleNotFoundError, match=f"^{line}, or"):
+        sbp.memory_trace  # noqa: B018
 
 
 def _lacks_types(function: Callable[..., object]) -> bool:

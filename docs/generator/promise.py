@@ -39,7 +39,7 @@ PROMISES = {
     "R7": ("NaN or Inf in a loss or a gradient", "the run stops before the update and names the step"),
     "R9": (
         "the clock steps back or forward, between attempts or while clients and workers are at work",
-        "steps alone order checkpoints; the result is the same but for the memory curve of a step in which it jumps, "
+        "steps alone order checkpoints; the result is the same but for the peak memory of a step in which it jumps, "
         "and every command ends",
     ),
     "R10": (
@@ -147,7 +147,7 @@ one fault put into a real component: a worker process that is killed, a file tha
 generated script. Each row is counted by the tests that it names, when `make chaos` runs them; `make test` runs a few
 trials of each. A failure is a trial that broke the promise. *Counted* is the day and the commit. *Changed since* means
 that the code which keeps the promise is no longer what was counted (`tests/trials.py` lists the files). In R2 to R4
-the memory curve of a single step is no part of the result: the first step of a process allocates a little more."""
+the peak memory of a single step is no part of the result: the first step of a process allocates a little more."""
 
 INPUTS = """## Hostile inputs
 

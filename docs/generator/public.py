@@ -11,6 +11,7 @@ from types import ModuleType
 
 import sparsebp_audit
 import sparsebp_cli
+import sparsebp_tools.memory
 from generator.markdown import code, head, table, unwrap
 
 TEXT = """This page lists every name that a script, a plugin or a test outside of SparseBP may import. A room is public
@@ -40,7 +41,8 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
 
 def find_public() -> dict[str, list[str]]:
     """Return the names that each public module exports, the package itself first."""
-    found = {package.__name__: list(package.__all__) for package in (sparsebp_cli, sparsebp_audit)}
+    packages = (sparsebp_cli, sparsebp_audit, sparsebp_tools.memory)
+    found = {package.__name__: list(package.__all__) for package in packages}
     for entry in pkgutil.iter_modules(sparsebp_cli.__path__, f"{sparsebp_cli.__name__}."):
         module = import_module(entry.name)
         if (module.__doc__ or "").startswith(MARK):

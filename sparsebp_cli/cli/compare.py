@@ -123,14 +123,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
             "--layers", help="Show only the fraction kept and the gradient error of each layer.", rich_help_panel=SHOW
         ),
     ] = False,
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory",
-            help="Show only the memory of a step by part, such as weights and gradients.",
-            rich_help_panel=SHOW,
-        ),
-    ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every table, with an explanation of its columns.", rich_help_panel=SHOW)
     ] = False,
@@ -149,7 +141,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Compare runs: quality, step time, cost and memory."""
     from sparsebp_cli.compare import Grouping, check, compare_runs, find_outcomes, picture, write_report
 
-    view = _view(curves, x, pareto, layers, memory, output)
+    view = _view(curves, x, pareto, layers, output)
     question = replace(
         _question(metric, baseline, margin, reduce, reach, curves, whole=html is not None),
         better=better.value if better else "",
@@ -281,18 +273,17 @@ def _question(
     return Question(baseline, metric or named, allowed, Reducer.parse(reduce), reach, tuple(wanted))
 
 
-def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool, output: ComparisonFormat) -> View:
+def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, output: ComparisonFormat) -> View:
     from sparsebp_cli.compare import View
 
     chosen: dict[ViewKind, bool] = {
         "curves": curves is not None,
         "pareto": pareto,
         "layers": layers,
-        "memory": memory,
     }
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
     if len(kinds) > 1:
-        raise UsageError(f"give only one of --curves, --pareto, --layers and --memory, got {len(kinds)}")
+        raise UsageError(f"give only one of --curves, --pareto and --layers, got {len(kinds)}")
     if x is not Axis.STEP and curves is None:
         raise UsageError("--x needs --curves METRIC")
     if kinds not in ([], ["curves"]) and output in {ComparisonFormat.JSON, ComparisonFormat.CSV}:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RECENT_STEPS = 50
-EACH_STEP = {TRAIN_LOSS.name, STEP_SECONDS.name}  # a step whose memory is traced has no step time
+EACH_STEP = {TRAIN_LOSS.name, STEP_SECONDS.name}  # a step whose peak memory is measured has no step time
 PHASES = ((FORWARD_SECONDS, "forward"), (BACKWARD_SECONDS, "backward"), (OPTIMIZER_SECONDS, "optimizer"))
 
 

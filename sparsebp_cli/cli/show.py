@@ -15,7 +15,6 @@ from sparsebp_cli.cli.census_table import census_table
 from sparsebp_cli.cli.compare import find_one_in
 from sparsebp_cli.cli.option import OneRun
 from sparsebp_cli.cli.proof import proof_table, read_rows
-from sparsebp_cli.cli.quantity import show_count, show_share
 from sparsebp_cli.cli.screen import console, make_table, print_line, print_screenful
 from sparsebp_cli.cli.stored_run import find_one
 from sparsebp_cli.cli.summary import summarise
@@ -23,9 +22,6 @@ from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.census import Census
 from sparsebp_cli.run.journal import list_asked, list_samples
 from sparsebp_cli.run.label import Labels
-from sparsebp_cli.run.memory import PARTS, PHASES, MemoryCurve
-from sparsebp_cli.run.picture import PART_WORDS
-from sparsebp_cli.run.record_type import CurveValues
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,7 +89,6 @@ def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> RunFa
         environments=history.environments,
         metrics=metrics,
         layers=_by_text(history.layers),
-        memory=_by_text(history.memory),
         samples=_by_text(history.samples),
         proofs=proofs,
         notes=[Note(attempt=attempt, level=level, text=text) for attempt, level, text in history.notes],
@@ -139,9 +134,6 @@ def _tables(history: History, census: Census | None) -> Iterator[Table]:
     if history.proofs:
         step = max(history.proofs)
         yield proof_table(history.proofs[step], step)
-    if history.memory:
-        step = max(history.memory)
-        yield memory_table(history.memory[step], step)
     if any(True for _ in list_samples(history)):
         yield samples_table(history)
     if list_asked(history):
@@ -175,25 +167,3 @@ def _to_yaml(content: object) -> str:
     import yaml
 
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100).rstrip("\n")
-
-
-def memory_table(values: CurveValues, step: int) -> Table:
-    """Return a table of a traced step's parts: at the peak, at their own highest, and at the peak of each phase."""
-    curve = MemoryCurve.from_values(values)
-    peak, highest = curve.peak, dict(zip(PARTS, values["highest"], strict=True))
-    by_phase = {phase: point.split for phase in PHASES if (point := curve.within(phase)) is not None}
-    columns = ("at the peak", "share", "highest", *by_phase)
-    title = (
-        f"memory: live tensors of step {step}, with the peak in the {peak.phase}; last columns: the peaks of the phases"
-    )
-    if allocated := values.get("allocator_peak_bytes"):
-        title += f" (the device's allocator reports {show_count(allocated, 'B')})"
-    table = make_table("part", *columns, numbers=list(columns), title=title)
-    for part in PARTS:
-        here = getattr(peak.split, part)
-        share = show_share(here / peak.split.total) if peak.split.total else ""
-        phases = [show_count(getattr(split, part), "B") for split in by_phase.values()]
-        table.add_row(PART_WORDS[part], show_count(here, "B"), share, show_count(highest[part], "B"), *phases)
-    totals = [show_count(split.total, "B") for split in by_phase.values()]
-    table.add_row("all", show_count(peak.split.total, "B"), "", "", *totals)
-    return table

@@ -43,13 +43,6 @@ FIDELITY = (
     (metric.RELATIVE_ERROR, "relative error"),
     (metric.SIGN_AGREEMENT, "same sign"),
 )
-STEP_MEMORY = (
-    (metric.PEAK_WEIGHT_BYTES, "weights"),
-    (metric.PEAK_GRADIENT_BYTES, "gradients"),
-    (metric.PEAK_OPTIMIZER_BYTES, "optimizer"),
-    (metric.PEAK_ACTIVATION_BYTES, "saved for backward"),
-    (metric.PEAK_WORKSPACE_BYTES, "workspace"),
-)
 SHOWN = 20  # characters of a text that the saved model was asked or answered
 BROKEN = "a policy left out less work than it claimed; `show RUN --all` shows the counts"
 # Rows of the short summary: the first word of a label, and the number of rows beginning with it.
@@ -205,7 +198,7 @@ def _step_time(history: History) -> str:
 
 def _training(history: History) -> str:
     seconds = history.series(metric.STEP_SECONDS.name)
-    timed = "timed " if len(seconds) < len(history.series(metric.TRAIN_LOSS.name)) else ""  # a traced step has no time
+    timed = "timed " if len(seconds) < len(history.series(metric.TRAIN_LOSS.name)) else ""  # a step may have no time
     parts = [f"{show_clock(sum(seconds.values()))} for {len(seconds)} {timed}steps"]
     if tokens := _after_warmup(history, metric.TOKENS_PER_SECOND):
         parts.append(f"median {median(tokens):,.0f} tokens/s")
@@ -254,8 +247,7 @@ def _memory(history: History, *, brief: bool) -> str:
         history.last(which.name)
         for which in (metric.PEAK_ALLOCATED_BYTES, metric.PEAK_RESIDENT_BYTES, metric.STEP_PEAK_BYTES)
     )
-    parts = [(word, history.last(key.name)) for key, word in (MEMORY if whole is None else STEP_MEMORY)]
-    parts = [] if brief else parts
+    parts = [] if brief else [(word, history.last(key.name)) for key, word in MEMORY]
     split = ", ".join(f"{word} {show_count(value, 'B')}" for word, value in parts if value is not None)
     if whole is not None:
         split = f"a step's tensors {show_count(whole, 'B')} at most" + (f" ({split})" if split else "")

@@ -22,7 +22,6 @@ from sparsebp_cli.compare.family import CLAIMS, Family, correct_all, correct_fam
 from sparsebp_cli.compare.figure import (
     by_seed,
     find_busy,
-    find_curve,
     measure_cost,
     measure_layers,
     measure_speed,
@@ -327,7 +326,6 @@ class _Builder:
             speed=measure_speed(here, there),
             cost=measure_cost(here, there),
             layers=measure_layers(here),
-            memory=find_curve(here),
             statements=(),
             verdict="",
         )

@@ -12,7 +12,7 @@ from typing import Literal
 
 from sparsebp_cli.compare.family import Family
 from sparsebp_cli.compare.loaded import Point
-from sparsebp_cli.compare.measured import Cost, Layers, Quality, Speed, StepMemory
+from sparsebp_cli.compare.measured import Cost, Layers, Quality, Speed
 from sparsebp_cli.compare.published import Published
 from sparsebp_cli.compare.statement import Statement, Subject, find_statement
 from sparsebp_cli.compare.statistics import Difference
@@ -94,7 +94,6 @@ class Group:
         speed: See :class:`Speed`.
         cost: See :class:`Cost`.
         layers: See :class:`Layers`.
-        memory: Memory over the last traced step of the newest run; None without one.
         statements: Statements about it, the one on quality first. Every output reads these.
         verdict: The statements in words, for people.
     """
@@ -112,7 +111,6 @@ class Group:
     speed: Speed
     cost: Cost
     layers: Layers
-    memory: StepMemory | None
     statements: tuple[Statement, ...]
     verdict: str
 

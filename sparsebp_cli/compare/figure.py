@@ -10,12 +10,11 @@ from typing import Literal, TypeVar
 
 from sparsebp_cli.compare.cost import compare_cost, find_limit, find_relative_cost, find_step_cost, sum_flops
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.measured import Busy, Choice, Cost, Layers, Speed, StepMemory
+from sparsebp_cli.compare.measured import Busy, Choice, Cost, Layers, Speed
 from sparsebp_cli.compare.saving import find_saving
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, spread
 from sparsebp_cli.compare.whole import whole_median, whole_quartiles
 from sparsebp_cli.run import metric
-from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
 from sparsebp_cli.run.metric import Metric
 
 MOST_POINTS = 400  # of one curve; a screen shows fewer
@@ -72,7 +71,6 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         gradient_bytes=_largest(runs, metric.GRADIENT_BYTES),
         optimizer_bytes=_largest(runs, metric.OPTIMIZER_BYTES),
         saved_bytes=_largest(runs, metric.SAVED_BYTES),
-        step_peak=find_step_peak(runs),
         executed_flops=_median(runs, metric.BACKWARD_EXECUTED),
         dense_flops=_median(runs, metric.BACKWARD_DENSE),
         claimed_flops=_claimed_flops(runs),
@@ -225,31 +223,3 @@ def _cpu_share(run: LoadedRun) -> float | None:
 def _load(run: LoadedRun) -> float | None:
     values = run.values(metric.LOAD.name, after_warmup=True)
     return statistics.median(values) if values else None
-
-
-_METRICS = (
-    metric.PEAK_WEIGHT_BYTES,
-    metric.PEAK_GRADIENT_BYTES,
-    metric.PEAK_OPTIMIZER_BYTES,
-    metric.PEAK_ACTIVATION_BYTES,
-    metric.PEAK_WORKSPACE_BYTES,
-)
-
-
-def find_step_peak(runs: Sequence[LoadedRun]) -> MemorySplit | None:
-    """Return the split of the run and step with the highest peak; None if no step was traced."""
-    found = []
-    for run in runs:
-        series = [run.series(part.name) for part in _METRICS]
-        steps = (step for step in run.series(metric.STEP_PEAK_BYTES.name) if all(step in s for s in series))
-        found += [MemorySplit(*(round(values[step]) for values in series)) for step in steps]
-    return max(found, key=lambda split: split.total, default=None)
-
-
-def find_curve(runs: Sequence[LoadedRun]) -> StepMemory | None:
-    """Return the curve of the last traced step of the newest run that has one; None if there is none."""
-    for run in sorted(runs, key=lambda run: run.created, reverse=True):
-        if run.history.memory:
-            step = max(run.history.memory)
-            return StepMemory(run.run_id, step, MemoryCurve.from_values(run.history.memory[step]))
-    return None

@@ -186,7 +186,7 @@ class LoadedRun:
         done: Column[int] = Column("q")
         seconds: Column[float] = Column("d")
         total = 0.0
-        # A step whose memory was traced has no valid time.
+        # A step whose peak memory was measured has no valid time.
         watched = self.series(names.STEP_PEAK_BYTES.name) if usual is not None else {}
         for step in merge(series, (step for step in watched if step not in series)):
             total += usual if usual is not None and (step in cold or step not in series) else series[step]

@@ -7,7 +7,6 @@ from typing import Literal
 
 from sparsebp_cli.compare.margin import NotWorse
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
-from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class Cost:
 
     Args:
         held_bytes: Bytes that a step holds at its highest moment, the largest of all runs: by CUDA's allocator, else by
-            the tensors of a traced step; None if neither was recorded.
+            the tensors of a measured step; None if neither was recorded.
         held_ratio: The same for a run as a multiple of the baseline's, paired by seed; None for the baseline.
         peak_bytes: Peak bytes, the largest over all runs that count.
         peak_of: Source of the peak: ``device`` (CUDA's allocator) or ``process``. The process also holds libraries,
@@ -248,7 +247,6 @@ class Cost:
         gradient_bytes: Bytes of the gradients.
         optimizer_bytes: Bytes of the optimizer's state.
         saved_bytes: Bytes of activations saved for backward.
-        step_peak: Parts of the live memory at the peak of a traced step; of the run and step with the highest peak.
         executed_flops: FLOPs of one backward pass, counted.
         dense_flops: FLOPs of one dense backward pass.
         claimed_flops: FLOPs that the policy claims to execute; None without a limit.
@@ -267,7 +265,6 @@ class Cost:
     gradient_bytes: float | None = None
     optimizer_bytes: float | None = None
     saved_bytes: float | None = None
-    step_peak: MemorySplit | None = None
     executed_flops: float | None = None
     dense_flops: float | None = None
     claimed_flops: float | None = None
@@ -276,21 +273,6 @@ class Cost:
     relative_error: float | None = None
     noise_ratio: float | None = None
     choice: Choice | None = None
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """The memory of one step over time.
-
-    Args:
-        run_id: Id of the traced run.
-        step: Number of the optimizer step, counted from 1.
-        curve: Live bytes by part, thinned.
-    """
-
-    run_id: str
-    step: int
-    curve: MemoryCurve
 
 
 @dataclass(frozen=True)

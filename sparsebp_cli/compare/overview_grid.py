@@ -9,14 +9,11 @@ from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.control import WORDS
 from sparsebp_cli.compare.grid import Grid
-from sparsebp_cli.compare.measured import Cost
 from sparsebp_cli.compare.number import BYTES, FLOPS, NONE, SECONDS
 from sparsebp_cli.compare.published import make_grid
 from sparsebp_cli.compare.statement import Subject
 from sparsebp_cli.compare.statistics import Spread, spread
 from sparsebp_cli.plan.selection_gain import HOW_SURE
-from sparsebp_cli.run.memory import PARTS
-from sparsebp_cli.run.picture import PART_WORDS
 
 MOST_CHANGED_GROUPS = 4  # columns in one table of recipe differences
 
@@ -31,7 +28,7 @@ def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
     tables += [
         *([spent] if spent.rows else []),
         _speed(comparison),
-        *memory_grids(comparison),
+        _memory(comparison),
         _work(comparison),
         _choice(comparison),
     ]
@@ -120,28 +117,6 @@ def _spent(comparison: Comparison) -> Grid:
     return Grid("Cost of all steps", columns, tuple(rows), note)
 
 
-def memory_grids(comparison: Comparison) -> list[Grid]:
-    """Return the memory table of whole runs (without rows if nothing was measured), and that of traced steps if any."""
-    steps = _step_memory([(group.label, group.cost) for group in comparison.groups])
-    return [_memory(comparison), *([steps] if steps.rows else [])]
-
-
-def _step_memory(costs: Sequence[tuple[str, Cost]]) -> Grid:
-    """Return the table of traced steps from labels and costs of all groups; without rows if no step was traced."""
-    rows = []
-    for label, cost in costs:
-        if (split := cost.step_peak) is not None:
-            rows.append(
-                (label, *(show.scaled(float(n), BYTES) for n in (split.total, *(getattr(split, p) for p in PARTS))))
-            )
-    note = (
-        "Memory from PyTorch's allocator at the peak of a traced step. Saved activations: tensors that a forward "
-        "saved for the backward. Workspace: other temporary tensors, such as results that nothing saved."
-    )
-    columns = ("group", "peak", *(PART_WORDS[part] for part in PARTS))
-    return Grid("Memory of one step at its peak", columns, tuple(rows), note)
-
-
 def _memory(comparison: Comparison) -> Grid:
     rows, shown = [], []
     for group in comparison.groups:
@@ -155,7 +130,7 @@ def _memory(comparison: Comparison) -> Grid:
             shown.append(group)
     columns = ("group", "held", "to baseline", "weights", "gradients", "optimizer", "saved", "peak")
     note = (
-        "Held: the most memory in a step, by the allocator of CUDA, or else by the tensors of a traced step. The "
+        "Held: the most memory in a step, by the allocator of CUDA, or else by the tensors of a measured step. The "
         "ratio is paired by seed, with an interval simultaneous like the interval of quality. Saved: what autograd "
         "stores between forward and backward, without parameters. Peak: the largest of all runs. The peak of a "
         "process includes libraries, data and older memory, so it is not compared."

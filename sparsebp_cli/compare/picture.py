@@ -8,17 +8,20 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from sparsebp_cli import durable
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.number import split_change
 from sparsebp_cli.compare.view import Along, View, place
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run.metric import METRICS
-from sparsebp_cli.run.picture import OPTIONS, check_path, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+ENDINGS = (".png", ".svg", ".pdf")
+OPTIONS = {"svg.hashsalt": "sparsebp", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+OPTIONS |= {"pdf.fonttype": 42, "svg.fonttype": "none"}  # publishers refuse Type 3 fonts; SVG keeps text as text
 # Okabe and Ito's colours, distinct to colour-blind readers; line style and marker differ too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: no two of 56 groups look alike
@@ -53,6 +56,23 @@ def picture(comparison: Comparison, path: Path, view: View | None = None) -> Pat
         else:
             draw_overview(figure, comparison)
         return save(figure, path)
+
+
+def check_path(path: Path) -> None:
+    """Raise UsageError, before anything is drawn, if the path has no picture suffix or its folder does not exist."""
+    if path.suffix.lower() not in ENDINGS:
+        raise UsageError(f"a picture's name must end in {', '.join(ENDINGS)}, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {str(path.parent)!r} for the picture")
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a matplotlib figure to a path, replacing any file there, and return the path. Equal content gives equal
+    files."""
+    metadata: dict[str, object] = {"Date": None} if path.suffix.lower() == ".svg" else {}
+    with durable.replacing(path) as stream:
+        figure.savefig(stream, format=path.suffix[1:].lower(), dpi=150, metadata=metadata)
+    return path
 
 
 def name(label: str) -> str:

@@ -1,4 +1,4 @@
-"""Make single views of a comparison as tables for the terminal: curves, trade-offs, layers or memory."""
+"""Make single views of a comparison as tables for the terminal: curves, trade-offs or layers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Layers
 from sparsebp_cli.compare.number import BYTES, SECONDS
-from sparsebp_cli.compare.overview_grid import memory_grids
 from sparsebp_cli.compare.statistics import spread
 from sparsebp_cli.compare.trade import find_costs, find_trades
 
 MOST_ROWS = 12
 MOST_LAYERS = 40
 SHADES = " ░▒▓█"
-Kind = Literal["overview", "curves", "pareto", "layers", "memory"]
+Kind = Literal["overview", "curves", "pareto", "layers"]
 Along = Literal["step", "tokens", "cost", "wall_time"]
 
 
@@ -42,10 +41,8 @@ def view_grids(comparison: Comparison, view: View) -> list[Grid]:
             return [_curves(comparison, view.metric or comparison.course, view.along)]
         case "pareto":
             return [_pareto(comparison)]
-        case "layers":
-            return [_layers(group) for group in comparison.groups if group.layers.figures] or [_no_layers()]
         case _:
-            return memory_grids(comparison)
+            return [_layers(group) for group in comparison.groups if group.layers.figures] or [_no_layers()]
 
 
 SHOW_COST: dict[str, tuple[str, Callable[[float | None], str]]] = {

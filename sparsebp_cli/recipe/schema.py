@@ -519,7 +519,7 @@ class TrainingSection(Section):
     compile: bool = Field(
         False,
         description="true: compile the model with torch.compile for training steps. Needs a C++ compiler, or Triton "
-        "on a GPU. Evaluations and probes run uncompiled. The memory of steps is not traced.",
+        "on a GPU. Evaluations and probes run uncompiled. The peak memory of a step on a CPU is not measured.",
     )
     group_by: Literal["length", "prefix"] | None = Field(
         None,

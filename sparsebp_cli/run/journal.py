@@ -8,8 +8,6 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
     layers    ``step``, ``values``: layer or site to its metrics (``kept_share``, ``cosine``, ...; null if unknown)
     proof     ``step``, ``values``: ``columns``, and ``modules``: module to its row, in a step's backward; not repeated
               as long as nothing changes
-    memory    ``step``, ``values``: ``columns`` and ``points`` of live bytes over a traced step, the ``highest`` of
-              each part, and CUDA's ``allocator_peak_bytes``; see :mod:`sparsebp_cli.run.memory`
     examples  ``step``, ``split`` (validation or test; absent: validation), ``values``: for each example in order its
               ``loss``, its number of ``targets``, and its row of the split in ``documents``
     samples   ``step``, ``split``, ``values``: of the first texts that a generation made, ``prompt``, ``reference`` and
@@ -44,7 +42,7 @@ from sparsebp_cli.durable import sync
 from sparsebp_cli.run.budget import LARGEST_SMALL, open_regular, open_to_append, read_json, read_lines
 from sparsebp_cli.run.metric import EVAL_LOSS, Metric, find_known
 from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, parse_record, to_json
-from sparsebp_cli.run.record_type import CurveValues, EndRecord, Facts, ProofValues, Record
+from sparsebp_cli.run.record_type import EndRecord, Facts, ProofValues, Record
 from sparsebp_cli.run.series import Series, add_together
 
 FILE = "journal.jsonl"
@@ -184,7 +182,6 @@ class History:
     # split to step to the prompts, references and predictions of the first generated texts
     samples: dict[str, dict[int, dict[str, list[str]]]] = field(default_factory=dict)
     scores: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # step to metric to each example's score
-    memory: dict[int, CurveValues] = field(default_factory=dict)  # step to its memory curve, as stored
     # step to the columns and each module's row
     proofs: dict[int, ProofValues] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)  # parts without a valid record, such as "line 7"
@@ -242,8 +239,6 @@ class History:
             case "scores":
                 scores = self.scores.setdefault(record["step"], {})
                 self.scores[record["step"]] = record["values"] | scores  # the first value counts, as for metrics
-            case "memory":
-                self.memory.setdefault(record["step"], record["values"])
             case "proof":
                 self.proofs.setdefault(record["step"], record["values"])
             case "attempt":

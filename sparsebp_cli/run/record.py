@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import TypeGuard
 
-from sparsebp_cli.run.memory import PARTS, PHASES
 from sparsebp_cli.run.record_type import Record
 
 LARGEST_INTEGER = 2**63  # exclusive; arithmetic of much larger integers with floats raises OverflowError
@@ -135,19 +134,6 @@ def _is_dict_without_other(**fields: Check) -> Check:
     )
 
 
-def is_counts(value: object, length: int) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and len(value) == length and all(map(is_count, value))
-
-
-def _is_points(value: object) -> bool:
-    length = 2 + len(PARTS)
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(is_counts(point, length) and point[1] < len(PHASES) for point in value)
-    )
-
-
 COMMON: dict[str, Check] = {"kind": _is_text, "attempt": lambda value: is_count(value) and value > 0, "time": _is_time}
 _POLICIES = _is_list_of(_is_dict_with(exact=lambda value: isinstance(value, bool)))
 _EXAMPLES = _is_dict_with(loss=_is_list_of(is_figure), targets=_is_list_of(_is_number))
@@ -173,10 +159,6 @@ FIELDS: dict[str, dict[str, Check]] = {
     "proof": {
         "step": is_count,
         "values": _is_dict_with(columns=_is_list_of(_is_text), modules=_is_dict_of(_is_list_of(is_figure))),
-    },
-    "memory": {
-        "step": is_count,
-        "values": _is_dict_with(points=_is_points, highest=lambda v: is_counts(v, len(PARTS))),
     },
     "examples": {
         "step": is_count,

@@ -90,23 +90,6 @@ class ProofRecord(_Common):
     values: ProofValues
 
 
-class CurveValues(TypedDict):
-    """A memory curve: see :meth:`sparsebp_cli.run.memory.MemoryCurve.to_values`."""
-
-    columns: list[str]
-    points: list[list[int]]
-    highest: list[int]
-    allocator_peak_bytes: NotRequired[int | None]
-
-
-class CurveRecord(_Common):
-    """Live bytes over a traced step."""
-
-    kind: Literal["memory"]
-    step: int
-    values: CurveValues
-
-
 class ExamplesRecord(_Common):
     """Loss, number of targets and document of every example of a split."""
 
@@ -173,7 +156,6 @@ Record = (
     | FactsRecord
     | LayersRecord
     | ProofRecord
-    | CurveRecord
     | ExamplesRecord
     | SamplesRecord
     | ScoresRecord

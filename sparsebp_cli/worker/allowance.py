@@ -41,8 +41,8 @@ class Allowance:
         return self.flops / self.dense_flops * self.steps if self.dense_flops else 0.0
 
     def spend(self, seconds: float | None, flops: float | None, dense_flops: float | None) -> None:
-        """Count a step and its cost; None where unknown. A step whose memory was traced has no valid time and counts
-        like the step before."""
+        """Count a step and its cost; None where unknown. A step whose peak memory was measured has no valid time and
+        counts like the step before."""
         self._step_seconds = self._step_seconds if seconds is None else seconds
         self.seconds += self._step_seconds
         if flops is not None and dense_flops is not None:

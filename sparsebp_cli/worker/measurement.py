@@ -16,12 +16,12 @@ from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
+from sparsebp_cli.worker.peak_memory import PeakMemory
 from sparsebp_cli.worker.price import Shape, StepPrice, join_shapes, shape_of
 from sparsebp_cli.worker.probe import count_price, price_pass, run_probe
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
 from sparsebp_cli.worker.sgd_noise import Half, measure_sgd_variance
-from sparsebp_cli.worker.step_memory import PeakMemory
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import PassResult, RestOfUpdate, TrialStep, trainable_parameters
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,9 +19,9 @@ class Stopwatch:
 
     device: torch.device
 
-    def __init__(self, device: torch.device, at_phase: Callable[[str], None] | None = None) -> None:
-        """Start at zero. ``at_phase`` is called with each phase when it begins."""
-        self.device, self._at_phase = device, at_phase
+    def __init__(self, device: torch.device) -> None:
+        """Start at zero."""
+        self.device = device
         self._spans: list[tuple[str, float | torch.cuda.Event, float | torch.cuda.Event]] = []
         self._start, self._cpu_start = self._mark(), time.process_time()
 
@@ -34,8 +34,6 @@ class Stopwatch:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time spent inside the block to a phase."""
-        if self._at_phase is not None:
-            self._at_phase(phase)
         start = self._mark()
         yield
         self._spans.append((phase, start, self._mark()))

@@ -51,6 +51,7 @@ from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state, check_summed
 from sparsebp_cli.worker.generation import Generator, measure_generated
 from sparsebp_cli.worker.measurement import Measurement
+from sparsebp_cli.worker.peak_memory import PeakMemory, StepPeak
 from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, join_shapes, shape_of
 from sparsebp_cli.worker.process import Ranks
@@ -61,9 +62,7 @@ from sparsebp_cli.worker.sgd_noise import halve
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import Restorable, restore, take_snapshot
 from sparsebp_cli.worker.step_kind import StepKind, describe_pass
-from sparsebp_cli.worker.step_memory import (
-    PeakMemory,
-    StepMemoryRecorder,
+from sparsebp_cli.worker.step_metrics import (
     epoch_metrics,
     kept_share,
     memory_metrics,
@@ -110,7 +109,7 @@ class Training(Restorable):
     allowance: Allowance = field(init=False)
     price: StepPrice = field(init=False)
     measurement: Measurement = field(init=False)
-    memory: StepMemoryRecorder = field(init=False)
+    step_peak: StepPeak = field(init=False)
     generator: Generator | None = field(init=False, default=None)
     _told_graphs: bool = False
 
@@ -140,13 +139,11 @@ class Training(Restorable):
             raise UnsupportedError(text)
         if self.plan.recipe.measure.generate is not None:
             self.generator = self._make_generator(self.plan.recipe.measure.generate)
-        self.memory = StepMemoryRecorder(
+        self.step_peak = StepPeak(
             self.measurement.recipe,
-            self.journal,
             self.bare,
             self.engine,
             self.optimizer,
-            self.accelerator.device,
             self.measurement.peak,
             self.ranks.is_first,
         )
@@ -196,7 +193,7 @@ class Training(Restorable):
                 if self.allowance.limits_work and not self.order.follows_policy:
                     self.journal.write("facts", values={"dense_step_flops": self._price_dense()})
             self._log(self._measure(), step=self.step + 1)
-            values = self.memory.watch(self.step + 1, self._train_step)
+            values = self.step_peak.watch(self.step + 1, self._train_step)
             spent = (metric.STEP_SECONDS, metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS)
             self.allowance.spend(*(values[one.name] for one in spent))
             self._tell_graphs()
@@ -254,7 +251,7 @@ class Training(Restorable):
         return self.stop.signal is not None
 
     def _train_step(self) -> dict[str, float | None]:
-        training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device, self.memory.begin)
+        training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device)
         accumulation = training.gradient_accumulation_steps
         first = self._first_batch
         shares = self.batches.take(range(first, first + accumulation))

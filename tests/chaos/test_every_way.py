@@ -67,8 +67,8 @@ def num_steps(run: RunFolder) -> int:
 
 
 def differing(expected: Outcome, found: Outcome) -> list[str]:
-    """Name the files and metrics in which two outcomes differ. The memory curve of a step is left out: in the first
-    step of a process a policy that scores allocates a kilobyte more, and the traced step may be that of a resumed one.
+    """Name the files and metrics in which two outcomes differ. The peak memory of a step is left out: in the first
+    step of a process a policy that scores allocates a kilobyte more, and it may be measured in that of a resumed run.
     """
     return [name for name in difference(expected, found) if "memory/step_peak_" not in name]
 

@@ -197,7 +197,7 @@ def test_a_clock_that_steps_between_attempts_and_at_work_changes_no_result(
         _, said = resumed.communicate()
     assert resumed.returncode == 0, said
     assert max((run.path / "checkpoints").glob("step-*")) > newest
-    # PyTorch's profiler stamps what it records by the time of day, so the trace of a step in which that jumps is wrong.
+    # PyTorch's profiler stamps what it records by the time of day, so the peak of a step in which that jumps is wrong.
     found = [name for name in difference(outcome(straight), outcome(run)) if "memory/step_peak_" not in name]
     assert not found
 

@@ -82,7 +82,7 @@ def test_a_killed_run_of_policies_that_the_commit_draws_ends_as_if_left_alone(
         assert work(straight) == 0, straight.log_file.read_text()
         kills += sum(kill_at_random(killed, chance, longest=6) is not None for _ in range(2))
         assert work(killed) == 0, killed.log_file.read_text()
-        # As in test_every_way.py: the step whose memory is traced may be the first of its process.
+        # As in test_every_way.py: the step whose peak memory is measured may be the first of its process.
         found = [name for name in difference(outcome(straight), outcome(killed)) if "memory/step_peak_" not in name]
         assert not found, (way, found)
     record_property("trials", kills)

@@ -122,7 +122,7 @@ def test_views_pictures_and_the_report_are_written(call: Cli, study: list[RunFol
     assert done.stderr == "picture: a.png\npicture: a.svg\nreport: a.html\n"
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "sparsebp compare dense sparse --png a.png --svg a.svg --html a.html" in (tmp_path / "a.html").read_text()
-    for view in (["--curves", "eval/loss", "--x", "wall_time"], ["--pareto"], ["--layers"], ["--memory"]):
+    for view in (["--curves", "eval/loss", "--x", "wall_time"], ["--pareto"], ["--layers"]):
         drawn = view[0] == "--curves"
         done = call("compare", "dense", "sparse", *view, *(["--svg", "view.svg"] if drawn else []))
         assert done.returncode == 0, done.stderr
@@ -134,9 +134,9 @@ def test_views_pictures_and_the_report_are_written(call: Cli, study: list[RunFol
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--pareto", "--layers"], "give only one of --curves, --pareto, --layers and --memory, got 2"),
+        (["--pareto", "--layers"], "give only one of --curves, --pareto and --layers, got 2"),
         (["--x", "tokens"], "--x needs --curves METRIC"),
-        (["--memory", "-o", "csv"], "-o csv prints everything: leave out --memory"),
+        (["--layers", "-o", "csv"], "-o csv prints everything: leave out --layers"),
         (["--reduce", "last"], "--reduce must be final, best, or mean:K"),
         (["--margin", "eval/loss"], "--margin must be a number above 0"),
         (["--margin", "eval/loss=1", "--metric", "train/loss"], "--margin names eval/loss, but --metric is train/loss"),

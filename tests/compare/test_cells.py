@@ -113,7 +113,7 @@ def find_forms(group: Mapping[str, Any], base: Mapping[str, Any]) -> Forms:
     """Return every written form of a group's record, with the shares of its FLOPs, and with the baseline's time and
     memory times their paired ratios, as quality against cost has them."""
     forms: Forms = {}
-    found = list(find_leaves({k: v for k, v in group.items() if k not in {"recipe", "changes", "layers", "memory"}}))
+    found = list(find_leaves({k: v for k, v in group.items() if k not in {"recipe", "changes", "layers"}}))
     flops = {path: value for path, value in found if path.endswith("_flops") and isinstance(value, float)}
     found += [(f"{path} / cost.dense_flops", value / flops["cost.dense_flops"]) for path, value in flops.items()]
     for path, ratio, whole in (

@@ -21,7 +21,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder
 
 MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
-VIEWS = [View("curves", "train/loss", "tokens"), View("curves"), View("pareto"), View("layers"), View("memory")]
+VIEWS = [View("curves", "train/loss", "tokens"), View("curves"), View("pareto"), View("layers")]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.kind.packing import verify
+from sparsebp_tools.memory import memory_trace
 
 CONFIG = LlamaConfig(
     vocab_size=4096,
@@ -30,7 +31,7 @@ def _peak(when: str) -> tuple[int, int]:
     labels[:, :4] = -100
     with (
         sbp.attach(model, sbp.make_policy("lossless", verify=when), optimizer=optimizer) as engine,
-        sbp.memory_trace(model, optimizer) as trace,
+        memory_trace(model, optimizer) as trace,
     ):
         engine.backward(model(input_ids=ids, labels=labels).loss)
     return trace.peak.split.total, sum(p.numel() * p.element_size() for p in model.parameters())

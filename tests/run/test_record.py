@@ -44,7 +44,6 @@ ODD = {
     "brackets without end": b"[" * 50_000,
     "policies that are a number": as_line(kind="facts", values={"policies": 5}),
     "packages that are text": as_line(kind="attempt", from_step=0, environment={"packages": "torch"}),
-    "a curve without points": as_line(kind="memory", step=3, values={"points": [], "highest": [1, 2, 3, 4, 5]}),
     "layers without figures": as_line(kind="layers", step=3, values={"a": 0.5}),
 }
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import sparsebp_cli as sbp
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
@@ -15,6 +14,7 @@ from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.training import Training
 from sparsebp_tools.forecast.measure import forecast
 from sparsebp_tools.forecast.record import ForecastRequest, StepForecast
+from sparsebp_tools.memory import memory_trace
 
 LINEARS = ["model.layers.*"]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ def _measure(run: RunFolder) -> tuple[int, int]:
         training = Training.build(Plan.load(run.plan_file), run, journal, StopRequest())
         peaks = []
         for training.step in range(3):
-            with sbp.memory_trace(training.bare, training.optimizer) as trace:
+            with memory_trace(training.bare, training.optimizer) as trace:
                 training._train_step()
             peaks.append(trace.peak.split.total)
     return peaks[0], peaks[2]

@@ -157,7 +157,7 @@ class EagerReport:
         waited: Names of parameters that were updated after the pass.
         gradient_bytes: Peak bytes of gradients in memory: gradients that had arrived at parameters, or all gradients
             that one graph node produces together, such as a segment's. Partial sums are not included; use
-            ``sbp.memory_trace`` for all memory.
+            ``sparsebp_tools.memory`` for all memory.
         gradient_norm: 2-norm of all gradients together before clipping.
     """
 

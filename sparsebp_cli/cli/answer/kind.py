@@ -53,7 +53,7 @@ KINDS: tuple[DocumentKind, ...] = (
         "sparsebp_cli.compare.comparison:Comparison",
         ("compare",),
         None,
-        (*(f"sparsebp_cli.compare.{name}" for name in COMPARE), "sparsebp_cli.run.memory"),
+        tuple(f"sparsebp_cli.compare.{name}" for name in COMPARE),
     ),
     DocumentKind("run", f"{HERE}.result_record:RunFacts", ("show",)),
     DocumentKind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),

@@ -54,8 +54,6 @@ class RunFacts(Answer):
     """First and last values, by metric."""
     layers: dict[str, Any]
     """By metric: fraction kept and fidelity by layer and step."""
-    memory: dict[str, Any]
-    """By step: bytes of live tensors over the course of a step, by part."""
     samples: dict[str, Any]
     """By step: generated texts."""
     proofs: dict[str, dict[str, dict[str, Number | None]]]

@@ -81,7 +81,6 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
         num_simultaneous=next((family.statements for family in comparison.families if family.name == CLAIMS), 0),
         withheld_note=_describe_withheld(comparison),
         has_layers=any(group.layers.figures for group in comparison.groups),
-        has_memory=any(group.memory for group in comparison.groups),
         numbers=numbers,
         grids=page_grids,
         contents=_list_contents(comparison, page_grids, numbers, bool(missing)),
@@ -101,7 +100,6 @@ def _list_contents(
         ("differences", "Differences to the baseline"): len(groups) > 1,
         ("course", "Curves"): True,
         ("depth", "Layers"): any(group.layers.figures for group in groups),
-        ("live", "Memory over one step"): any(group.memory for group in groups),
     }
     found = [part for part, is_there in parts.items() if is_there]
     found += [(f"table-{number}", grid.title) for number, grid in enumerate(grids, start=1)]
@@ -191,11 +189,6 @@ def _data(comparison: Comparison) -> dict[str, object]:
             }
             for group in comparison.groups
             if not group.baseline
-        ],
-        "memory": [
-            {"label": group.label, "step": group.memory.step, "points": group.memory.curve.to_values()["points"]}
-            for group in comparison.groups
-            if group.memory is not None
         ],
         "layers": [
             asdict(group.layers) | {"label": group.label} for group in comparison.groups if group.layers.figures

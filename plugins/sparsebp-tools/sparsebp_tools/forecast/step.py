@@ -26,11 +26,9 @@ from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import PolicyError, UsageError
-from sparsebp_cli.memory.watch import MemoryWatch
 from sparsebp_cli.policy import Policy, Stateful
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.model import build_by_config
 from sparsebp_cli.worker.optimizer import build_optimizer
@@ -41,6 +39,8 @@ from sparsebp_tools.forecast.depth import shorten
 from sparsebp_tools.forecast.fake import FakeRecord, StandIns, pretend
 from sparsebp_tools.forecast.material import Material
 from sparsebp_tools.forecast.record import Parts, StepForecast
+from sparsebp_tools.memory.curve import PHASES, MemoryCurve, MemoryPoint
+from sparsebp_tools.memory.watch import MemoryWatch
 
 CPU = torch.device("cpu")
 

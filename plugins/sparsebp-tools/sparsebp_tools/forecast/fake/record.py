@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparsebp_cli.memory.profiler_record import Allocation, Event, MemoryLedger, PhaseStart, ProfilerNote
-from sparsebp_cli.memory.storage import plain_tensors
-from sparsebp_cli.run.memory import PARTS, MemoryCurve, MemoryPoint, Part, Phase
+from sparsebp_tools.memory.curve import PARTS, MemoryCurve, MemoryPoint, Part, Phase
+from sparsebp_tools.memory.profiler_record import Allocation, Event, MemoryLedger, PhaseStart, ProfilerNote
+from sparsebp_tools.memory.storage import plain_tensors
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

@@ -1,4 +1,4 @@
-"""Write pictures to files, and draw the memory of a step. Equal pictures give equal files."""
+"""Draw the memory of a step. Equal pictures give equal files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.run.memory import PARTS, MemoryCurve, Part, Phase
+from sparsebp_tools.memory.curve import PARTS, MemoryCurve, Part, Phase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,15 +29,13 @@ def check_path(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a matplotlib figure to a path, replacing any file there, and return the path. Equal content gives equal
-    files."""
+    """Write a matplotlib figure to a path, replacing any file there, and return the path."""
     metadata: dict[str, object] = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    with durable.replacing(path) as stream:
-        figure.savefig(stream, format=path.suffix[1:].lower(), dpi=150, metadata=metadata)
+    figure.savefig(path, format=path.suffix[1:].lower(), dpi=150, metadata=metadata)
     return path
 
 
-# Okabe and Ito's palette, which colour-blind readers can distinguish; comparisons use these colours for the same parts.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 PART_COLOURS: dict[Part, str] = {
     "weights": "#0072B2",
     "gradients": "#D55E00",

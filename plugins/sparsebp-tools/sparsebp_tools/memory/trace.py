@@ -1,6 +1,6 @@
-"""PUBLIC. Traces the memory of one training step over time, split by purpose, for any model and loop.
+"""Traces the memory of one training step over time, split by purpose, for any model and loop.
 
-    with sbp.memory_trace(model, optimizer) as trace:
+    with memory_trace(model, optimizer) as trace:
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()
@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.memory.profiler_record import MemoryRecord
-from sparsebp_cli.memory.watch import MemoryWatch
-from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint, Phase
+from sparsebp_tools.memory.curve import PHASES, MemoryCurve, MemoryPoint, Phase
+from sparsebp_tools.memory.profiler_record import MemoryRecord
+from sparsebp_tools.memory.watch import MemoryWatch
 
 
 class MemoryTrace:
@@ -120,7 +120,7 @@ class MemoryTrace:
         Raises:
             UsageError: The suffix is not one of these, the folder does not exist, or the block has not ended.
         """
-        from sparsebp_cli.run.picture import save_curves
+        from sparsebp_tools.memory.picture import save_curves
 
         return save_curves([("", self.curve)], Path(path))
 

@@ -15,9 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
-from sparsebp_cli.memory.watch import MemoryWatch
-from sparsebp_cli.run.memory import PHASES, MemoryCurve
 from sparsebp_tools.forecast.fake import FakeRecord, pretend
+from sparsebp_tools.memory import MemoryCurve, memory_trace
+from sparsebp_tools.memory.curve import PHASES
+from sparsebp_tools.memory.watch import MemoryWatch
 
 WIDTH = 512  # of the vocabulary
 LLAMA = LlamaConfig(
@@ -75,7 +76,7 @@ def _train(family: str, policy: str, *, fake: bool) -> tuple[MemoryCurve, int]:
             with record, MemoryWatch(record, model, optimizer), count_flops() as flops:
                 step(record.begin)
             return record.take_curve(), flops.total
-        with sbp.memory_trace(model, optimizer) as trace:
+        with memory_trace(model, optimizer) as trace:
             step(trace.begin)
         with count_flops() as flops:
             step()

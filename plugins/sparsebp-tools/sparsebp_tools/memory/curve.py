@@ -1,17 +1,14 @@
-"""Split live bytes over one training step into five parts, as the event log stores and pictures show them."""
+"""Split live bytes over one training step into five parts."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal, get_args
-
-from sparsebp_cli.run.record_type import CurveValues
 
 Part = Literal["weights", "gradients", "optimizer", "activations", "workspace"]
 Phase = Literal["forward", "backward", "update"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PHASES: tuple[Phase, ...] = get_args(Phase)
-MOST_POINTS = 300  # of a stored curve; a picture cannot resolve more
 
 
 @dataclass(frozen=True)
@@ -86,49 +83,3 @@ class MemoryCurve:
         """
         points = [point for point in self.points if point.phase == phase]
         return MemoryCurve(tuple(points)).peak if points else None
-
-    def thin(self, most: int = MOST_POINTS) -> MemoryCurve:
-        """Return a curve of fewer points with the same peak, first and last point.
-
-        Args:
-            most: Largest number of points, at least 4. Each group of neighbours keeps its highest and its lowest point.
-
-        Returns:
-            The new curve, or this one if it is small enough.
-        """
-        if len(self.points) <= most:
-            return self
-        inner, stretches = range(1, len(self.points) - 1), (most - 2) // 2
-        kept = {0, len(self.points) - 1}
-        for number in range(stretches):
-            stretch = inner[len(inner) * number // stretches : len(inner) * (number + 1) // stretches]
-            kept |= {max(stretch, key=self._total), min(stretch, key=self._total)}
-        return MemoryCurve(tuple(self.points[index] for index in sorted(kept)))
-
-    def to_values(self) -> CurveValues:
-        """Return the thinned curve in the stored form: phases by number, times in whole microseconds."""
-        points = [
-            [round(point.seconds * 1e6), PHASES.index(point.phase), *astuple(point.split)]
-            for point in self.thin().points
-        ]
-        return {"columns": ["microseconds", "phase", *PARTS], "points": points, "highest": list(astuple(self.highest))}
-
-    @classmethod
-    def from_values(cls, values: CurveValues) -> MemoryCurve:
-        """Return the curve that :meth:`to_values` converted.
-
-        Args:
-            values: Stored values from :meth:`to_values`.
-
-        Returns:
-            The curve.
-        """
-        return cls(
-            tuple(
-                MemoryPoint(micros / 1e6, PHASES[phase], MemorySplit(*parts))
-                for micros, phase, *parts in values["points"]
-            )
-        )
-
-    def _total(self, index: int) -> int:
-        return self.points[index].split.total

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import sparsebp_cli as sbp
-from sparsebp_cli.memory import MemoryTrace
-from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
+from sparsebp_tools.memory import MemoryCurve, MemorySplit, MemoryTrace, memory_trace
 
 FLOAT, ROWS = 4, 32
 WIDTHS = (8, 16, 4, 64)
@@ -23,7 +21,7 @@ def stack(*, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def trace_step(model: nn.Module, optimizer: Any, run: Callable[[], object]) -> MemoryTrace:
-    with sbp.memory_trace(model, optimizer) as trace:
+    with memory_trace(model, optimizer) as trace:
         run()
     return trace
 

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.memory.storage import plain_tensors, tensors_in
-from sparsebp_cli.run.memory import Part
+from sparsebp_tools.memory.curve import Part
+from sparsebp_tools.memory.storage import plain_tensors, tensors_in
 
 
 class Record(Protocol):

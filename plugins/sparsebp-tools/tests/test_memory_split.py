@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from memory_case import FLOAT, ROWS, WIDTHS, in_order, last, one_pass, one_step, stack, trace_step
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import saved_bytes, tensor_bytes
-from sparsebp_cli.run.memory import MemorySplit
+from sparsebp_tools.memory import MemorySplit
 from tests.backward.conftest import tiny_model, tokens
-
-from .case import FLOAT, ROWS, WIDTHS, in_order, last, one_pass, one_step, stack, trace_step
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.memory.storage import plain_tensors
-from sparsebp_cli.run.memory import PARTS, MemoryCurve, MemoryPoint, MemorySplit, Part, Phase
+from sparsebp_tools.memory.curve import PARTS, MemoryCurve, MemoryPoint, MemorySplit, Part, Phase
+from sparsebp_tools.memory.storage import plain_tensors
 
 
 @dataclass(frozen=True)

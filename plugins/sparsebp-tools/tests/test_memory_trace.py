@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from memory_case import FLOAT, ROWS, WIDTHS, last, one_pass, one_step, stack, trace_step
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 
-import sparsebp_cli as sbp
 from sparsebp_cli.backward import tensor_bytes
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.run.memory import PARTS, MemoryCurve, MemoryPoint, MemorySplit
+from sparsebp_tools.memory import MemorySplit, memory_trace
 from tests.backward.conftest import tiny_model, tokens
-
-from .case import FLOAT, ROWS, WIDTHS, last, one_pass, one_step, stack, trace_step
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +28,7 @@ def _no_garbage() -> None:
 
 def test_what_was_there_before_counts_where_it_is_named_and_until_it_goes() -> None:
     model, x, teacher = stack(), torch.randn(ROWS, WIDTHS[0]), [{"mean": torch.randn(100)}]
-    with sbp.memory_trace(model, also=teacher) as trace:
+    with memory_trace(model, also=teacher) as trace:
         teacher[0]["mean"] = torch.randn(10)
         model(x)
     assert trace.curve.points[0].split.workspace == FLOAT * 100
@@ -52,7 +50,7 @@ def test_sparse_tensors_are_their_indices_and_values(make: Callable[..., Tensor]
     plain, values = torch.arange(6), torch.ones(6)
     given = (torch.stack([plain, plain]),) if make is torch.sparse_coo_tensor else (torch.arange(7), plain)
     state = make(*given, values, (6, 6), check_invariants=True)
-    with sbp.memory_trace(stack(), also=[state]) as trace:
+    with memory_trace(stack(), also=[state]) as trace:
         pass
     assert trace.peak.split.workspace == 8 * sum(index.numel() for index in given) + FLOAT * 6
 
@@ -115,7 +113,7 @@ def test_phases_come_again_with_accumulation_and_can_be_told() -> None:
     curve = trace_step(model, optimizer, run).curve
     phases = [p.phase for n, p in enumerate(curve.points) if n == 0 or curve.points[n - 1].phase != p.phase]
     assert phases == ["forward", "backward", "forward", "backward", "update"]
-    with sbp.memory_trace(model, optimizer) as trace:
+    with memory_trace(model, optimizer) as trace:
         model(x).sum().backward()
         trace.begin("update")
         optimizer.zero_grad()
@@ -124,7 +122,7 @@ def test_phases_come_again_with_accumulation_and_can_be_told() -> None:
 
 def test_a_step_that_fails_has_its_curve_and_leaves_no_hook() -> None:
     model, x = stack(), torch.randn(ROWS, WIDTHS[0])
-    trace = sbp.memory_trace(model)
+    trace = memory_trace(model)
     with pytest.raises(RuntimeError, match="cannot be multiplied"), trace:
         nn.Sequential(model[0], model[0])(x)
     assert trace.curve.highest.activations == FLOAT * ROWS * (8 + 16)
@@ -137,11 +135,11 @@ def test_a_step_that_fails_has_its_curve_and_leaves_no_hook() -> None:
 def test_what_cannot_be_traced_is_refused_in_one_line() -> None:
     model = stack()
     with pytest.raises(UnsupportedError, match="on cpu and cuda, got meta"):
-        sbp.memory_trace(model, device="meta")
+        memory_trace(model, device="meta")
     with pytest.raises(UnsupportedError, match=r"must be a torch.optim.Optimizer, got str"):
-        sbp.memory_trace(model, "adamw")
+        memory_trace(model, "adamw")
     with pytest.raises(UsageError, match="read them after the block"):
-        _ = sbp.memory_trace(model).curve
+        _ = memory_trace(model).curve
     with (
         profile(activities=[ProfilerActivity.CPU], acc_events=True),
         pytest.raises(UsageError, match="a profiler of PyTorch runs"),
@@ -154,28 +152,16 @@ def test_what_cannot_be_traced_is_refused_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("misuse", "text"),
     [
-        (lambda: sbp.memory_trace(None), "model must be an nn.Module, got NoneType"),
-        (lambda: sbp.memory_trace(stack(), device="nowhere"), "device must be cpu, cuda or cuda:NUMBER, got 'nowhere'"),
-        (lambda: sbp.memory_trace(stack(), device="cuda:99"), "device must be a device of this machine, got 'cuda:99'"),
-        (lambda: sbp.memory_trace(stack()).begin("update"), "inside the trace's block"),
-        (lambda: sbp.memory_trace(stack()).begin("rest"), "phase must be one of forward, backward, update, got 'rest'"),
+        (lambda: memory_trace(None), "model must be an nn.Module, got NoneType"),
+        (lambda: memory_trace(stack(), device="nowhere"), "device must be cpu, cuda or cuda:NUMBER, got 'nowhere'"),
+        (lambda: memory_trace(stack(), device="cuda:99"), "device must be a device of this machine, got 'cuda:99'"),
+        (lambda: memory_trace(stack()).begin("update"), "inside the trace's block"),
+        (lambda: memory_trace(stack()).begin("rest"), "phase must be one of forward, backward, update, got 'rest'"),
     ],
 )
 def test_bad_use_is_one_line(misuse: Callable[[], Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         misuse()
-
-
-def test_a_thinned_curve_keeps_peak_and_ends_and_survives_the_journal() -> None:
-    points = [MemoryPoint(n / 1e6, "forward", MemorySplit(workspace=n * 37 % 101)) for n in range(5000)]
-    points[1234] = MemoryPoint(1234 / 1e6, "backward", MemorySplit(weights=500))
-    curve = MemoryCurve(tuple(points))
-    thin = curve.thin(40)
-    assert len(thin.points) <= 40
-    assert thin.peak == curve.peak == points[1234]
-    assert (thin.points[0], thin.points[-1]) == (points[0], points[-1])
-    assert MemoryCurve.from_values(curve.to_values()) == curve.thin()
-    assert curve.to_values()["columns"] == ["microseconds", "phase", *PARTS]
 
 
 def test_the_picture_is_a_file_and_any_other_name_is_refused(tmp_path: Path) -> None:
