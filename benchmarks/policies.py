@@ -58,7 +58,6 @@ WAYS: Ways = {
     "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
 }
 LEFT_OUT = {
-    "infobatch": "it chooses the examples of an epoch; its steps are dense ones",
     "rho": "a step is that of uniform, and half of that of a reference, whose losses may be cached",
 }
 

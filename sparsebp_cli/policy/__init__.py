@@ -7,7 +7,6 @@ from sparsebp_cli.policy import choice, returned, rule, sampling
 from sparsebp_cli.policy.card import MethodCard
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, State, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
-from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
 from sparsebp_cli.policy.gradient_sample import sample_gradient
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
 from sparsebp_cli.policy.kind import Kind
@@ -51,8 +50,6 @@ __all__ = [
     "Edge",
     "EdgeRouter",
     "Elements",
-    "Epoch",
-    "EpochSelector",
     "Examples",
     "FoundPolicy",
     "GradientSelector",
@@ -96,7 +93,6 @@ __all__ = [
     "TrialPass",
     "TwoToFour",
     "Values",
-    "Visits",
     "WeightProduct",
     "choice",
     "find_policies",

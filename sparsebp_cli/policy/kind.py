@@ -37,7 +37,6 @@ class Kind:
         adapter: ``module:name`` of the callable that installs the engine at its sites, from the same arguments; empty:
             the adapter that the option ``sites`` names.
         needs_linears: Whether a model without any linear is refused.
-        by_worker: Whether the worker calls its policies, and ``attach`` does not receive them.
         shortens: Whether its forward computes less than all positions and examples.
         chooses_targets: Whether it chooses the targets of the loss.
         weighs_examples: Whether it weights the losses of whole examples itself.
@@ -64,7 +63,6 @@ class Kind:
     at_sites: bool = False
     adapter: str = ""
     needs_linears: bool = False
-    by_worker: bool = False
     shortens: bool = False
     chooses_targets: bool = False
     weighs_examples: bool = False

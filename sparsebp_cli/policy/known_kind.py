@@ -9,7 +9,6 @@ from importlib.metadata import EntryPoint
 
 from sparsebp_cli.entry_point import entry_points, find_source
 from sparsebp_cli.policy.contract import GRADIENT_SELECTOR, Policy
-from sparsebp_cli.policy.epoch import EPOCH_SELECTOR
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.policy.informed import INFORMED_SELECTOR
 from sparsebp_cli.policy.kind import Kind
@@ -26,7 +25,6 @@ KINDS = (
     GRADIENT_SELECTOR,
     EDGE_ROUTER,
     TOKEN_SELECTOR,
-    EPOCH_SELECTOR,
     PARAMETER_SELECTOR,
     BATCH_PACKER,
 )

@@ -69,8 +69,6 @@ def check_kind(
         require(find_kind(policy) is kind, f"{name_of(policy)}: is not of the kind {kind.name}")
         check_policy(policy)
         _check_refusals(kind, policy)
-        if kind.by_worker:
-            continue  # attach does not get it
         before = random_states()
         _check_training(policy, trial, dense)
         _check_detached(policy, trial)
@@ -149,8 +147,8 @@ def _check_record(kind: Kind) -> None:
     )
     require(issubclass(kind.policy, Policy), f"{kind.name}: does not derive from Policy")
     require(bool(kind.suite), f"{kind.name}: has no suite")
-    text = f"{kind.name}: no code applies its policies: set extensions, by_worker or at_sites"
-    require(bool(kind.extensions) or kind.by_worker or kind.at_sites, text)
+    text = f"{kind.name}: no code applies its policies: set extensions or at_sites"
+    require(bool(kind.extensions) or kind.at_sites, text)
     names = [name for _, name in kind.extensions]
     for name in (*names, kind.suite, kind.places, kind.adapter):
         if name:

@@ -1,23 +1,20 @@
 """Build micro-batches as tensors, in a reproducible order.
 
 The order is a pure function of seed and position, so a checkpoint stores one number and a resumed run reads the same
-data. If a policy chooses the examples of each epoch, the order also depends on their losses, and a checkpoint stores
-both.
+data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
-from sparsebp_cli.policy import EpochSelector
 from sparsebp_cli.worker.data import IGNORED, EncodedExample
-from sparsebp_cli.worker.epoch import ChosenEpochs, EpochShuffle
+from sparsebp_cli.worker.epoch import EpochShuffle
 from sparsebp_cli.worker.gap import Gaps
 from sparsebp_cli.worker.grouping import GroupBy
 from sparsebp_cli.worker.model import predicts_in_place
@@ -61,7 +58,6 @@ class BatchOrder:
         self._sorted: tuple[int, list[int]] = (-1, [])  # the last sorted step and its positions
         self._own = slice(rank[0] * batch_size, (rank[0] + 1) * batch_size)
         self._shuffle = EpochShuffle(examples, seed, self.batch_size, group_by)
-        self._chosen: ChosenEpochs | None = None
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -83,42 +79,6 @@ class BatchOrder:
             examples = [self.gaps.draw(example, self.seed, visit) for example, visit in visited]
         return collate(examples, self.pad_token_id, self.columns)
 
-    def choose_epochs(self, policy: EpochSelector, *, num_steps: int, micro_batches: int) -> None:
-        """Let a policy choose the examples of each epoch. Call this before the first batch is read. ``micro_batches``
-        is their number in an optimizer step."""
-        self._chosen = ChosenEpochs(policy, self._shuffle, num_steps=num_steps, micro_batches=micro_batches)
-
-    def weights(self, number: int) -> list[float] | None:
-        """Return the loss weights of a micro-batch's examples; None if no policy chooses epochs."""
-        chosen = self._chosen
-        return None if chosen is None else [chosen.visit(position)[1] for position in self._positions(number)]
-
-    def see(self, number: int, loss_B: Tensor) -> None:
-        """Record the losses of a micro-batch's examples for the policy that chooses epochs."""
-        assert self._chosen is not None
-        self._chosen.see([self._example(position) for position in self._positions(number)], loss_B.tolist())
-
-    @property
-    def follows_policy(self) -> bool:
-        """Whether a policy chooses the examples of each epoch, from the losses so far."""
-        return self._chosen is not None
-
-    @property
-    def epoch(self) -> tuple[int, float] | None:
-        """Number of the newest epoch, and the fraction of examples that it visits; None without policy on epochs."""
-        return None if self._chosen is None else self._chosen.current
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs in addition to the number of its next batch."""
-        return {} if self._chosen is None else self._chosen.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. Raise ValueError or LookupError if it belongs to another training split or kind of order."""
-        if self._chosen is not None:
-            self._chosen.load_state_dict(state)
-        elif state:
-            raise ValueError("it was written with a policy that chooses each epoch's examples, and the plan has none")
-
     def _positions(self, number: int) -> Sequence[int]:
         count = self.sorted_batches
         if count == 1:
@@ -135,8 +95,6 @@ class BatchOrder:
         self.sorted_batches, self._sorted = num_batches, (-1, [])
 
     def _example(self, position: int) -> int:
-        if self._chosen is not None:
-            return self._chosen.visit(position)[0]
         epoch, offset = divmod(position, len(self.examples))
         if epoch != self._epoch:
             self._epoch, self._permutation = epoch, self._shuffle.draw(epoch)
@@ -282,24 +240,16 @@ def micro_batch_loss(
     """Run the model on a batch, and return its summed loss divided by the ``targets`` of the whole step on all ranks.
     So the losses of all micro-batches add up to the mean. ``batch`` is on the host, where counting targets does not
     wait for the device. ``candidates`` names the column that marks trainable targets, if any."""
-    return run_micro_batch(model, batch, targets, device, candidates)[0]
-
-
-def run_micro_batch(
-    model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, candidates: str | None = None
-) -> tuple[Tensor, Any]:
-    """Do the same, and also return the model's output. Reading its logits may be refused, or cost memory."""
     on_device = to_device(batch, device)
     if batch["labels"].ndim == 1 or predicts_in_place(model):  # such a model returns the mean over the batch
-        output = model(**on_device)
-        loss: Tensor = output.loss
+        loss: Tensor = model(**on_device).loss
         share = num_targets(batch) / targets
-        return loss * share if targets != num_targets(batch) else loss, output
+        return loss * share if targets != num_targets(batch) else loss
     # Every target of the step has the same weight, whatever its micro-batch. See decision 5.
     items: float = targets
     if candidates is not None:
         # The engine multiplies this number by trained / targets of the batch: turn that into trained / candidates.
         items *= num_targets(batch) / max(1, num_targets(batch, candidates))
     # Use full, not tensor: a tensor made from a number is copied from pageable memory, and the host waits for it.
-    output = model(**on_device, num_items_in_batch=torch.full((), items, device=device))
-    return output.loss, output
+    summed: Tensor = model(**on_device, num_items_in_batch=torch.full((), items, device=device)).loss
+    return summed

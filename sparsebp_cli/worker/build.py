@@ -23,13 +23,11 @@ from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import (
-    EpochSelector,
     Policy,
     find_policies,
     make_policy,
 )
 from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
-from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
@@ -194,13 +192,6 @@ def _build_order(
         group_by=training.group_by,
     )
     order.gaps = reference.data.gaps
-    if any(kind.by_worker for kind in list_kinds(policies)):
-        refuse_unsupported(recipe)  # attach does not see the policies that the worker executes
-    for policy in policies:
-        if isinstance(policy, EpochSelector):
-            order.choose_epochs(
-                policy, num_steps=training.max_steps, micro_batches=training.gradient_accumulation_steps
-            )
     return set_columns(order, policies, recipe, reference)
 
 

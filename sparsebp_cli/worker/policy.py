@@ -10,7 +10,7 @@ from torch import nn
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.policy import Policy, ReferenceReader, make_policy
-from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
+from sparsebp_cli.policy.known_kind import find_columns, find_facts
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.reference import Reference
@@ -29,7 +29,7 @@ def attach_policies(
     # Full checkpointing is transformers' own; building the model has already enabled it.
     return attach(
         model,
-        [policy for policy in policies if not _is_asked_by_worker(policy)],  # the data order calls the others
+        policies,
         optimizer=optimizer,
         max_grad_norm=recipe.training.max_grad_norm if is_eager else None,
         seed=recipe.training.seed,
@@ -56,7 +56,3 @@ def set_columns(order: BatchOrder, policies: Sequence[Policy], recipe: Recipe, r
 def compares(policy: Policy) -> bool:
     """Return whether a policy compares with a reference model."""
     return isinstance(policy, ReferenceReader) and policy.reads_reference
-
-
-def _is_asked_by_worker(policy: Policy) -> bool:
-    return any(kind.by_worker for kind in list_kinds([policy]))

@@ -32,9 +32,8 @@ class BatchPrefetch:
         return [prepared.get(number) or self._order.rank_part(number) for number in numbers]
 
     def prepare(self, numbers: Sequence[int]) -> None:
-        """Prepare the next step's micro-batches. If a policy chooses epochs, prepare nothing: this would begin the next
-        epoch, and a checkpoint holds the epoch begun last."""
-        if self._device.type != "cuda" or self._order.follows_policy:
+        """Prepare the next step's micro-batches."""
+        if self._device.type != "cuda":
             return
         for number in filter(range(self._num_batches).__contains__, numbers):
             batch, targets = self._order.rank_part(number)

@@ -15,7 +15,6 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.recipe.schema import TrainingSection
 from sparsebp_cli.worker.allowance import Allowance
-from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
 from sparsebp_cli.worker.price import StepPrice
 from sparsebp_cli.worker.process import Ranks
@@ -23,7 +22,6 @@ from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, lo
 from sparsebp_cli.worker.trial_step import trainable_parameters
 
 SEED_STEP = 1_000_003  # difference between the dropout seeds of two ranks; larger than usual differences of seeds
-_EPOCH = "epoch: "  # prefix of the state of epochs that a policy chooses
 _POLICY = "policy state: "  # prefix of the policies' state tensors; no site's name has a space
 
 
@@ -40,7 +38,6 @@ class Restorable:
     engine: Engine
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
-    order: BatchOrder
     allowance: Allowance
     price: StepPrice
     accelerator: Accelerator
@@ -54,8 +51,6 @@ def take_snapshot(training: Restorable) -> Snapshot:
     if (kept := engine.get("policy_state")) is not None:
         tensors |= {f"{_POLICY}{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
         engine["policy_state"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
-    order = training.order.state_dict()
-    tensors |= {f"{_EPOCH}{name}": value for name, value in order.items() if isinstance(value, Tensor)}
     own = ranks.gather(RankState({name: tensor.cpu() for name, tensor in tensors.items()}, capture_rng()))
     rest = {
         "schedule": training.schedule.state_dict(),
@@ -64,8 +59,6 @@ def take_snapshot(training: Restorable) -> Snapshot:
         "spent": training.allowance.state_dict(),
         "price": training.price.state_dict(),
     }
-    if order:
-        rest["order"] = {name: value for name, value in order.items() if not isinstance(value, Tensor)}
     # Store trained weights and buffers; frozen weights come from the recipe again. See decision 7.
     weights = gather(_weights(training), keep=ranks.is_first)
     optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
@@ -83,10 +76,8 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
             copy_full(tensor, snapshot.weights[name])
         load_optimizer(training.optimizer, snapshot.optimizer)
         training.schedule.load_state_dict(snapshot.rest["schedule"])
-        order = {name.removeprefix(_EPOCH): own.policy[name] for name in own.policy if name.startswith(_EPOCH)}
-        training.order.load_state_dict(snapshot.rest.get("order", {}) | order)
         device = training.accelerator.device
-        tensors = {name: tensor.to(device) for name, tensor in own.policy.items() if not name.startswith(_EPOCH)}
+        tensors = {name: tensor.to(device) for name, tensor in own.policy.items()}
         kept = {name.removeprefix(_POLICY): tensors.pop(name) for name in list(tensors) if name.startswith(_POLICY)}
         state = snapshot.rest["engine"] | {"cut": tensors}
         if "policy_state" in state:
@@ -127,7 +118,7 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
             f"training.group_by: {section.group_by} both must be equal"
         )
     state = snapshot.ranks[0].policy
-    if any(not name.startswith((_EPOCH, _POLICY)) for name in state):
+    if any(not name.startswith(_POLICY) for name in state):
         raise UnsupportedError(
             f"{before}, each with state of its own examples (error feedback): resume with target.processes: {count}"
         )

@@ -54,14 +54,6 @@ def route_metrics(route: Route | None) -> dict[str, float | None]:
     }
 
 
-def epoch_metrics(epoch: tuple[int, float] | None) -> dict[str, float | None]:
-    """Return the number of the current epoch and the fraction of the examples that it visits; empty if no policy
-    chooses epochs."""
-    if epoch is None:
-        return {}
-    return {metric.EPOCH.name: float(epoch[0]), metric.VISITED_SHARE.name: epoch[1]}
-
-
 def selection_metrics(chosen: Chosen | None, ranks: Ranks, policies: Sequence[Policy]) -> dict[str, float | None]:
     """Return fractions and scoring time of the tokens or examples selected before the forward, over all ranks. Without
     a gradient policy the fraction trained is also the fraction kept."""

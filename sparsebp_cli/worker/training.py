@@ -47,7 +47,6 @@ from sparsebp_cli.worker.evaluate import (
     evaluation_batches,
     select_examples,
 )
-from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state, check_summed
 from sparsebp_cli.worker.generation import Generator, measure_generated
 from sparsebp_cli.worker.measurement import Measurement
@@ -63,7 +62,6 @@ from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_grad
 from sparsebp_cli.worker.snapshot import Restorable, restore, take_snapshot
 from sparsebp_cli.worker.step_kind import StepKind, describe_pass
 from sparsebp_cli.worker.step_metrics import (
-    epoch_metrics,
     kept_share,
     memory_metrics,
     route_metrics,
@@ -190,7 +188,7 @@ class Training(Restorable):
         while not self.is_done and not self.is_paused and not self._is_stop_requested():
             if self.step == 0:
                 self._log(self.measurement.at_start(*self._coming(), self.policies))
-                if self.allowance.limits_work and not self.order.follows_policy:
+                if self.allowance.limits_work:
                     self.journal.write("facts", values={"dense_step_flops": self._price_dense()})
             self._log(self._measure(), step=self.step + 1)
             values = self.step_peak.watch(self.step + 1, self._train_step)
@@ -260,16 +258,14 @@ class Training(Restorable):
         probing = self._run_trials(first, shares[0][0], targets)
         self.engine.expect([batch for batch, _ in shares])
         counting = self._count_update()
-        for number, (batch, _) in enumerate(shares, first):
-            is_last = number == first + accumulation - 1
+        for number, (batch, _) in enumerate(shares, 1):
+            is_last = number == accumulation
             with self._accumulating(is_last=is_last):
                 with watch("forward"):
-                    loss, loss_B = self._forward(number, batch, targets, self.compiled)
+                    loss = self.loss_of(batch, targets, self.compiled)
                 losses.append(loss.detach())
                 if not self._checks_late:
                     self._check_losses([float(losses[-1])])
-                if loss_B is not None:
-                    self.order.see(number, loss_B)
                 with watch("backward"):
                     self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
                 passes.append(describe_pass(self.engine, sizes))
@@ -312,7 +308,6 @@ class Training(Restorable):
             **most,
             **route_metrics(self.engine.take_route()),
             **selection_metrics(chosen, self.ranks, self.policies),
-            **epoch_metrics(self.order.epoch),
         }
 
     def _count_update(self) -> UpdateFlops | None:
@@ -347,13 +342,13 @@ class Training(Restorable):
                 partial(self._trial_loss, number + more, targets)
                 for more in range(1, self.engine.count_trial_batches())
             ]
-            first = partial(self._forward, number, batch, targets)
-            self.engine.run_trials(lambda: first()[0], self.accelerator.backward, others=others)
+            first = partial(self.loss_of, batch, targets)
+            self.engine.run_trials(first, self.accelerator.backward, others=others)
         return float(flops.total)
 
     def _trial_loss(self, number: int, targets: int) -> Tensor:
         """Return the loss of a later micro-batch, over the number of targets of the next step."""
-        return self.loss_of(number, self.order.rank_part(number)[0], targets)
+        return self.loss_of(self.order.rank_part(number)[0], targets)
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Reduce gradients over the ranks only in the last micro-batch of a step."""
@@ -369,24 +364,15 @@ class Training(Restorable):
 
     def _loss(self, number: int) -> Tensor:
         """Return the loss of a micro-batch as if it were a whole step."""
-        return self.loss_of(number, *self.order.rank_part(number))
+        return self.loss_of(*self.order.rank_part(number))
 
-    def loss_of(self, number: int, batch: Batch, targets: int) -> Tensor:
-        """Return the loss of a micro-batch of a step with ``targets`` targets."""
-        return self._forward(number, batch, targets)[0]
-
-    def _forward(
-        self, number: int, batch: Batch, targets: int, compiled: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a micro-batch; and the loss of each example if a policy chooses epochs by it, else None.
+    def loss_of(self, batch: Batch, targets: int, compiled: nn.Module | None = None) -> Tensor:
+        """Return the loss of a micro-batch of a step with ``targets`` targets.
 
         Only training steps run ``compiled``: dynamo never recompiles what it has met under a counter.
         """
         model = self.model if compiled is None else compiled
-        device, weights = self.accelerator.device, self.order.weights(number)
-        if weights is None:
-            return micro_batch_loss(model, batch, targets, device, self.order.candidates), None
-        return weighted_loss(model, batch, targets, device, weights)
+        return micro_batch_loss(model, batch, targets, self.accelerator.device, self.order.candidates)
 
     def _plain_loss(self, batch: Batch, targets: int) -> Tensor:
         """Return the loss over all targets. Without the engine nothing masks targets that are not candidates."""

@@ -19,7 +19,7 @@ FEW, MANY = 15, 60  # layers of 7 linears
 THOUSANDS = 1429  # 10,004 linears
 WITH_POLICY = {way: sections for way, sections in WAYS.items() if "policy" in sections}
 ELSEWHERE = {  # in the worker of a recipe alone, with a model or with data that this test does not have
-    "rho", "infobatch", "lora-fa",
+    "rho", "lora-fa",
 }  # fmt: skip
 
 

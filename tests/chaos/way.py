@@ -38,7 +38,6 @@ WAYS: dict[str, Sections] = {
     "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),
     "importance": _policy("importance", keep=0.5, threshold=1.0, every=3),
     "rho": _policy("rho", keep=0.5, reference="tiny"),  # the test has a model of the recipe's kind for it
-    "infobatch": _policy("infobatch") | {"dataset": {"max_train_examples": 30}},  # epochs of up to 8 steps
     "crs": _policy("crs", keep=0.5, products="both"),
     "mvue": _policy("mvue", products="both"),
     "vcas": _policy("vcas", every=3, tolerance=0.5, row_tolerance=0.5),

@@ -58,7 +58,6 @@ CHOICES = (
     _policy("wta-crs", name="wta-crs", keep=0.5),
     _policy("uniform", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
     _policy("importance", name="importance", keep=0.5),
-    _policy("infobatch", name="infobatch"),
     _policy("subnet", name="subnet"),
     _policy(
         "subnet (of frozen), lora",

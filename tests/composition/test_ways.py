@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.errors import SparseBPError, UnsupportedError
+from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.policy.known_kind import find_kinds
 from tests.plugin import find_ours
 
-from .choice import CHOICES
 from .matrix import COMPOSITIONS
 from .step import difference, train, train_by_hand, untrained
 from .training import RESTORED
@@ -23,23 +22,15 @@ PAIRS = [pair for pair in itertools.combinations(WAYS, 2) if pair[0].question !=
 # Double precision throughout, but the loss is a mean in float32, as transformers computes it: with rows left out, or
 # weights of examples, its sum has another order. bfloat16 has 8 bits.
 EXACT, ROUNDED, SINGLE, COARSE = 1e-12, 1e-6, 1e-4, 0.05
-# What the worker carries out and `attach` refuses: the table of choices in a recipe has these instead.
 KINDS = find_kinds().kinds
-OF_RECIPES = tuple(kind.name for kind in KINDS if kind.by_worker)
 LEAVES_ROWS_OUT = tuple(kind.name for kind in KINDS if kind.shortens and not kind.weighs_examples)
 
 
 def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
     own = find_ours().values()
-    elsewhere = ("GradientSelector", "EdgeRouter", *OF_RECIPES)
+    elsewhere = ("GradientSelector", "EdgeRouter")
     beside = {found.name: found.kind for found in own if found.kind not in elsewhere}
     assert {way.policy["name"]: way.question for way in WAYS if way.policy} == beside
-    of_recipes = {found.name for found in own if found.kind in OF_RECIPES}
-    chosen = {choice.policy.get("name") for choice in CHOICES}
-    assert of_recipes <= chosen
-    for name in of_recipes:
-        with pytest.raises(UnsupportedError, match="which works only in a recipe"):
-            train("nothing", (Way(name, {"name": name}),))
 
 
 # Compiling takes 15 seconds a cell; one in the forward and one in the backward show it, `make test-long` the others.

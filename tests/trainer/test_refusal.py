@@ -42,7 +42,6 @@ def refuse(
         ([{"keep": 0.5}], PolicyError, "needs the key name"),
         ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
         ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "make the same decision"),
-        ("infobatch", UnsupportedError, "which works only in a recipe"),
     ],
 )
 def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: Make, tmp_path: Path) -> None:

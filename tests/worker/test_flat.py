@@ -18,10 +18,8 @@ from tests.memory.flat import gathered
 from tests.memory.test_flat import grown
 
 STEPS: list[dict[str, Any]] = [{"name": "lossless"}, {"name": "topk", "keep": 0.5, "along": "rows"}]
-# Of a kind that has no door but the worker. The end of the first epoch makes two classes, once in a process.
-EPOCHS: list[dict[str, Any]] = [{"name": "infobatch"}]
-CASES = [(policy, (14, 26)) for policy in STEPS] + [(policy, (34, 50)) for policy in EPOCHS]
-LONG = [pytest.param(policy, (44, 500), marks=pytest.mark.long) for policy in STEPS + EPOCHS]
+CASES = [(policy, (14, 26)) for policy in STEPS]
+LONG = [pytest.param(policy, (44, 500), marks=pytest.mark.long) for policy in STEPS]
 
 
 @pytest.mark.promise("R25", "R34")

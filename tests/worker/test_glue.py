@@ -102,7 +102,7 @@ def test_a_regression_is_judged_as_transformers_and_scipy_judge_it(
     assert [*exact.series("train/loss").values()] == pytest.approx([*history.series("train/loss").values()], rel=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["infobatch", "uniform", "selective-backprop"])
+@pytest.mark.parametrize("policy", ["uniform", "selective-backprop"])
 def test_policies_that_compute_a_cross_entropy_refuse_a_regression(tmp_path: Path, policy: str) -> None:
     file = tmp_path / "r.yaml"
     text = "version: 1\nmodel: {name: austen-llama}\ndataset: {name: austen, format: regression}\n"

@@ -19,7 +19,6 @@ from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.training import Training
-from sparsebp_shelf.policies.infobatch import InfoBatch
 from tests.worker.ranks import make_run, train_alone
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -83,12 +82,10 @@ def test_what_is_not_taken_next_is_dropped(copied: list[str]) -> None:
     assert copied == ["cuda"]
 
 
-def test_nothing_is_prepared_on_a_cpu_or_where_epochs_follow_losses() -> None:
-    order, chosen = make_order(), make_order()
-    chosen.choose_epochs(InfoBatch(), num_steps=9, micro_batches=1)
+def test_nothing_is_prepared_on_a_cpu() -> None:
+    order = make_order()
     BatchPrefetch(order, CPU, 9).prepare([0])
-    BatchPrefetch(chosen, CUDA, 9).prepare([0])
-    assert order.collated == chosen.collated == []
+    assert order.collated == []
 
 
 @pytest.fixture

@@ -49,7 +49,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "gact": [{"bits": 4}],
     "grades": [{"threshold": 0.9, "relative": True, "grace": 0.3}],
     "importance": [{}, {"threshold": 0.0}, {"every": 7}],
-    "infobatch": [{"keep": 0.5}],
     "layerdrop": [{}],
     "lossless": [{"verify": "never"}, {"verify": "never", "prefixes": "separate"}],
     "max-child": [{}, {"lookahead": True}],

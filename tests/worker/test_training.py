@@ -104,7 +104,6 @@ def test_a_run_tells_quality_time_memory_work_and_fidelity(sparse_history) -> No
     absent |= {"fidelity/bias", "fidelity/bias_standard_error", "fidelity/variance"}  # of random policies, over draws
     absent |= {"policy/nodes", "policy/nodes_run", "policy/parameters_reached", "policy/miss_rate"}  # of routers
     absent |= {"policy/trained_share", "policy/carried_share", "time/scoring_seconds", "flops/scoring"}  # of choosing
-    absent |= {"train/epoch", "policy/visited_share"}  # of policies that choose epochs
     absent |= {"flops/probing"}  # of trial passes
     absent |= {"eval/mcc", "eval/f1", "eval/pearson", "eval/spearman"}  # of classes and of numbers
     absent |= {name for name in METRICS if name.startswith("test/")}  # of a test split

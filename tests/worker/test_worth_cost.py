@@ -71,12 +71,10 @@ def names(*, sample: bool) -> list[str]:
     return found[:SAMPLE] if sample else found[SAMPLE:]
 
 
-# They need adapters, a reference model, another kind of site or an option that names something, or choose the examples
-# of an epoch.
+# They need adapters, a reference model, another kind of site or an option that names something.
 NOT_HERE = frozenset(
     {
         "frozen",
-        "infobatch",
         "max-child",
         "random-child",
         "rho",

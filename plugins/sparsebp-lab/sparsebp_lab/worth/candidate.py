@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsebp_cli.errors import SparseBPError
-from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, find_policies, make_policy
+from sparsebp_cli.policy import Policy, TokenSelector, find_policies, make_policy
 from sparsebp_cli.policy.discovery import FoundPolicy
 from sparsebp_cli.policy.known_kind import find_facts
 from sparsebp_cli.recipe.composition import refuse_unsupported
@@ -88,8 +88,6 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
 
 
 def _find_reason(policy: Policy, recipe: Recipe) -> str:
-    if isinstance(policy, EpochSelector):
-        return "chooses the examples of whole epochs: there is nothing to measure on a batch"
     # It also sorts the examples of a step, so its batches would differ from dense's.
     if find_facts(policy).get("shares_updates") and recipe.training.gradient_accumulation_steps > 1:
         return "shares work between micro-batches, but this estimate measures each pass alone"

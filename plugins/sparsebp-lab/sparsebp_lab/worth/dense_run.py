@@ -58,8 +58,8 @@ class DenseRun:
             first = self.step * recipe.gradient_accumulation_steps
             shares = [training.order.rank_part(n) for n in range(first, first + recipe.gradient_accumulation_steps)]
             targets = sum(count for _, count in shares)
-            for number, (batch, _) in enumerate(shares, first):
-                self._engine.backward(training.loss_of(number, batch, targets), training.accelerator.backward)
+            for batch, _ in shares:
+                self._engine.backward(training.loss_of(batch, targets), training.accelerator.backward)
             counting = UpdateFlops()
             with counting:
                 updated, _ = find_updated(training.optimizer, all_of_them=False)
@@ -110,9 +110,8 @@ class DenseRun:
             shares = [training.order.rank_part(step * micro_batches + place) for place in range(micro_batches)]
             targets = sum(count for _, count in shares)
             with self.trial(engine, step * micro_batches):  # restores generators, buffers and gradients
-                for place, (batch, _) in enumerate(shares):
-                    loss = training.loss_of(step * micro_batches + place, batch, targets)
-                    engine.backward(loss, training.accelerator.backward)
+                for batch, _ in shares:
+                    engine.backward(training.loss_of(batch, targets), training.accelerator.backward)
                 engine.states.end_step(engine.now())
 
     def run_trials(self, engine: Engine, first: int) -> None:
@@ -120,10 +119,10 @@ class DenseRun:
         training = self.training
         batch, targets = training.order.rank_part(first)
         others = [
-            partial(training.loss_of, first + more, training.order.rank_part(first + more)[0], targets)
+            partial(training.loss_of, training.order.rank_part(first + more)[0], targets)
             for more in range(1, engine.count_trial_batches())
         ]
-        loss = partial(training.loss_of, first, batch, targets)
+        loss = partial(training.loss_of, batch, targets)
         engine.run_trials(loss, training.accelerator.backward, others=others)
 
     def trial(self, engine: Engine, number: int, most: int | None = None, *, trims: bool = False) -> TrialStep:
@@ -132,7 +131,7 @@ class DenseRun:
         training, batch = self.training, self._first_of(number, most)
         batch = _trim(batch) if trims else batch
         targets = max(1, num_targets(batch, training.order.candidates))
-        loss = partial(training.loss_of, number, batch, targets)
+        loss = partial(training.loss_of, batch, targets)
         return TrialStep(training.bare, engine, loss, training.accelerator.backward)
 
     def number_draws(self, number: int, most: int) -> int:

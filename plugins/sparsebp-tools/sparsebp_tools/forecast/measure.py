@@ -10,8 +10,6 @@ import psutil
 import torch
 
 from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError, first_line
-from sparsebp_cli.policy import Policy
-from sparsebp_cli.policy.known_kind import list_kinds
 from sparsebp_cli.recipe.composition import has_own_worker, refuse_unsupported
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.worker.policy import make_policies
@@ -76,7 +74,7 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
         remedies=remedies,
         flops_per_second=rate,
         rate_note=rate_note,
-        assumptions=_assume(request, recipe, policies, own),
+        assumptions=_assume(request, recipe, own),
         layers_note=depth.describe(),
     )
 
@@ -141,7 +139,7 @@ def _find_rate(request: ForecastRequest, recipe: Recipe) -> tuple[float | None, 
     return rate, "a lower bound, from the speed of matrix products measured just now on this machine"
 
 
-def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], own: StepForecast) -> list[str]:
+def _assume(request: ForecastRequest, recipe: Recipe, own: StepForecast) -> list[str]:
     found = [
         "temporary tensors inside operators, and memory that an allocator rounds up or cannot reuse, are not counted"
     ]
@@ -169,8 +167,6 @@ def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], ow
         found.append(f"one of {processes} processes, without DDP: its buckets need as much memory as the gradients")
     if recipe.target.options.get("sharding", "none") != "none":
         found.append("counted unsharded: fsdp2 divides weights, gradients and optimizer state by the processes")
-    if any(kind.by_worker for kind in list_kinds(policies)):
-        found.append("extra passes in which a policy chooses examples are not counted")
     if make_dense(recipe).training.optim != recipe.training.optim:
         found.append(f"the dense run uses adamw, because {recipe.training.optim} works only with the policy")
     if own.trial is not None:
