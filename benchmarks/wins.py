@@ -32,7 +32,7 @@ TASKS = ("pronounce", "genre")
 DENSE = ("dense", "dense-by-length")  # the better of them, by validation, is the best dense
 MARGIN = 0.02  # nats of test loss
 LEFT_OUT = {
-    "groups": ("layers", "memory"),
+    "groups": ("layers",),
     "runs": ("environment", "samples"),
 }  # of a report: neither page nor test reads it
 

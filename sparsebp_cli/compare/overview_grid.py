@@ -130,7 +130,7 @@ def _memory(comparison: Comparison) -> Grid:
             shown.append(group)
     columns = ("group", "held", "to baseline", "weights", "gradients", "optimizer", "saved", "peak")
     note = (
-        "Held: the most memory in a step, by the allocator of CUDA, or else by the tensors of a measured step. The "
+        "Held: the most memory in a step, by the allocator of CUDA, or else by the tensors of a traced step. The "
         "ratio is paired by seed, with an interval simultaneous like the interval of quality. Saved: what autograd "
         "stores between forward and backward, without parameters. Peak: the largest of all runs. The peak of a "
         "process includes libraries, data and older memory, so it is not compared."
