@@ -61,7 +61,6 @@ WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'.
 STUDY = "Compare the reported runs of this study. With --all or --html, also show its tuning."
 FROM = "Read runs from here: a folder of runs, or an archive."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
-REDUCE = "Which value represents a run: final, best, or mean:K, the mean of the last K evaluations."
 BETTER = "Which values of --metric are better. Needed only if its runs do not declare it."
 IGNORE = "Ignore these recipe keys when grouping runs, such as training.warmup_steps,measure."
 REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
@@ -98,7 +97,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     margin: Annotated[
         str | None, typer.Option(metavar="METRIC=VALUE", help=MARGIN, autocompletion=complete_metric)
     ] = None,
-    reduce: Annotated[str, typer.Option(metavar="HOW", help=REDUCE)] = "final",
     reach: Annotated[float | None, typer.Option(metavar="VALUE", help=REACH)] = None,
     ignore: Annotated[str | None, typer.Option(metavar="KEY,...", help=IGNORE, rich_help_panel=GROUPS)] = None,
     output: Annotated[
@@ -143,7 +141,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
 
     view = _view(curves, x, pareto, layers, output)
     question = replace(
-        _question(metric, baseline, margin, reduce, reach, curves, whole=html is not None),
+        _question(metric, baseline, margin, reach, curves, whole=html is not None),
         better=better.value if better else "",
         grouping=Grouping.parse(ignore),
     )
@@ -258,19 +256,18 @@ def _question(
     metric: str | None,
     baseline: str | None,
     margin: str | None,
-    reduce: str,
     reach: float | None,
     curves: str | None,
     *,
     whole: bool,
 ) -> Question:
-    from sparsebp_cli.compare import REPORT_CURVES, Question, Reducer, parse_margin
+    from sparsebp_cli.compare import REPORT_CURVES, Question, parse_margin
 
     named, allowed = parse_margin(margin) if margin is not None else (None, None)
     if named and metric and named != metric:
         raise UsageError(f"--margin names {named}, but --metric is {metric}: give both the same metric")
     wanted = ([curves] if curves else []) + (list(REPORT_CURVES) if whole else [])
-    return Question(baseline, metric or named, allowed, Reducer.parse(reduce), reach, tuple(wanted))
+    return Question(baseline, metric or named, allowed, reach, tuple(wanted))
 
 
 def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, output: ComparisonFormat) -> View:

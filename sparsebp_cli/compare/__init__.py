@@ -15,7 +15,7 @@ from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import parse_margin
 from sparsebp_cli.compare.picture import picture
-from sparsebp_cli.compare.question import Question, Reducer
+from sparsebp_cli.compare.question import Question
 from sparsebp_cli.compare.render import FORMATS, answer, render, table
 from sparsebp_cli.compare.report import REPORT_CURVES, write_report
 from sparsebp_cli.compare.view import View
@@ -29,7 +29,6 @@ __all__ = [
     "Grouping",
     "LoadedRun",
     "Question",
-    "Reducer",
     "RunCandidate",
     "View",
     "answer",

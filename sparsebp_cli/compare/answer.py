@@ -20,7 +20,7 @@ def answer_grid(comparison: Comparison) -> Grid:
     gains: dict[Subject, str] = {"quality": "to baseline", "step time": "speed", "memory": "memory"}
     bold = [find_gains(comparison, comparison.groups, one, columns.index(name)) for one, name in gains.items()]
     kind = comparison.interval_kind
-    title = f"{comparison.metric}, {comparison.reducer}{way}{kind and f' [{kind}]'}"
+    title = f"{comparison.metric}{way}{kind and f' [{kind}]'}"
     return Grid(title, columns, rows, bold=frozenset().union(*bold))
 
 

@@ -97,7 +97,8 @@ class _Builder:
         self.known = find_declared(loaded, self.metric)
         self.way = choose_way(question, self.metric, self.known)
         self.labels = label_groups(members)
-        self.values = {run.run_id: self._reduce(run) for run in loaded}
+        # after the last step; NaN or infinity if the run diverged there
+        self.values = {run.run_id: next(iter(run.evaluations(self.metric)[-1:]), None) for run in loaded}
         self.excluded = {run.run_id: found for run in loaded if (found := self._exclude(run)) is not None}
         self.counted = {g: [run for run in some if run.run_id not in self.excluded] for g, some in members.items()}
         self.course = find_course(self.metric, {self.metric} if self.known is not None else ())
@@ -109,12 +110,11 @@ class _Builder:
         groups = [self._compare_at_equal(group, groups[0], controls) for group in groups]
         groups = [self._add_verdict(group, groups[0], controls) for group in groups]
         return Comparison(
-            schema=5,
+            schema=6,
             metric=self.metric,
             course=self.course,
             unit=self.known.unit if self.known is not None else "",
             better=self.way,
-            reducer=self.question.reducer.name,
             margin=self.question.margin,
             target=self.question.target,
             baseline=self.first,
@@ -145,12 +145,6 @@ class _Builder:
         withheld = [names[g.group] for g in groups if g.speed.withheld and g.speed.step is None]
         return hold_beside(self.question.paper, counted, labels, withheld)
 
-    def _reduce(self, run: LoadedRun, steps: set[int] | None = None) -> float | None:
-        values = run.evaluations(self.metric)
-        if steps is not None and values:
-            values = [value for step, value in run.series(self.metric).items() if step in steps]
-        return self.question.reducer.reduce(values, higher_is_better=self.way == "higher")
-
     def _exclude(self, run: LoadedRun) -> Exclusion | None:
         """Return why a run does not count in its group; None if it counts."""
         if not run.finished:
@@ -161,10 +155,7 @@ class _Builder:
         value = self.values[run.run_id]
         # Written so that NaN is caught too.
         if value is not None and not abs(value) < BROKEN:
-            where = (
-                "after the last step" if self.question.reducer.kind == "final" else f"({self.question.reducer.name})"
-            )
-            return Exclusion("diverged", f"diverged: {self.metric} is {value} {where}")
+            return Exclusion("diverged", f"diverged: {self.metric} is {value} after the last step")
         if not run.repeats:
             return None
         # If the newest run of a seed counted, it could be chosen by its result. See decision 10.
@@ -173,12 +164,7 @@ class _Builder:
     def _difference(self, group: str, other: str) -> Difference | None:
         if have_other_examples(self.counted[group], self.counted[other]):
             return None  # not a difference of the models
-        common = self._common_steps(group, other)
-
-        def value(run: LoadedRun) -> float | None:
-            return self.values[run.run_id] if common is None else self._reduce(run, common)
-
-        here, there = (by_seed(self.counted[g], value) for g in (group, other))
+        here, there = (by_seed(self.counted[g], lambda run: self.values[run.run_id]) for g in (group, other))
         return paired_difference(here, there)
 
     def _preference(self, group: str, other: str) -> Difference | None:
@@ -192,19 +178,6 @@ class _Builder:
 
         here, there = (by_seed(self.counted[g], last) for g in (group, other))
         return paired_difference(here, there)
-
-    def _common_steps(self, group: str, other: str) -> set[int] | None:
-        """Return the steps at which all runs of both groups were evaluated, if the reducer needs several and the
-        groups' steps differ; else None."""
-        if self.question.reducer.kind == "final":
-            return None
-        steps = [set(run.series(self.metric)) for g in (group, other) for run in self.counted[g]]
-        return set.intersection(*steps) if len({frozenset(some) for some in steps}) > 1 else None
-
-    def _coarsened(self, group: str) -> str:
-        if group == self.first or (common := self._common_steps(group, self.first)) is None:
-            return ""
-        return f"evaluated at other steps than the baseline, so the difference uses only the {len(common)} shared steps"
 
     def _diverged(self, group: str) -> list[LoadedRun]:
         found = [run for run in self.members[group] if not run.repeats and run.run_id in self.excluded]
@@ -307,7 +280,6 @@ class _Builder:
         quality = Quality(
             final=spread([value for run in here if (value := self.values[run.run_id]) is not None]),
             difference=self._difference(group, self.first) if group != self.first else None,
-            coarsened=self._coarsened(group),
             unequal=find_unequal(here, there, self.course),
             examples=compare_examples(here, there, self.metric, self.way),
             reach=self._reach(group, target),

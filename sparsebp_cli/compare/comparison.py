@@ -164,7 +164,7 @@ class ComparedRun:
         git_sha: Commit of the code that made its plan.
         dirty: Whether the code had uncommitted changes.
         environment: Packages and hardware of its last attempt.
-        quality: The metric after the reducer; None if it is missing or not finite.
+        quality: The metric after the last step; None if it is missing or not finite.
         step_seconds: Median step after warm-up; None if withheld.
         curves: Metric to [step, tokens, seconds of training, value], thinned to at most 400 points.
         samples: Texts that it generated from validation prompts, at its first, middle and last generation.
@@ -217,7 +217,6 @@ class Comparison:
         course: The metric that is evaluated during training: the same, or for a test metric the validation's.
         unit: Unit of the metric.
         better: ``lower``, ``higher``, or empty if neither.
-        reducer: How a run's evaluations become one number, in words.
         margin: Amount, in the metric's unit, by which a worse result still counts as not worse; None for no such
             statement.
         target: Value whose first reaching is measured; None if there is none.
@@ -231,12 +230,11 @@ class Comparison:
         published: A publication's numbers beside the measured ones, for a study that names one; else None.
     """
 
-    schema: Literal[5]
+    schema: Literal[6]
     metric: str
     course: str
     unit: str
     better: Literal["lower", "higher", ""]
-    reducer: str
     margin: float | None
     target: float | None
     baseline: str

@@ -107,11 +107,10 @@ class Quality:
     """The quality of the trained models.
 
     Args:
-        final: The metric after the reducer, over the runs that count.
+        final: The metric after the last step, over the runs that count.
         difference: Metric of the group minus the baseline's, paired by seed; None for the baseline itself.
         not_worse: Whether it is not worse by more than the margin; None without a margin or a direction.
         at_equal: Quality at equal cost or time, one entry for each group with which this one is compared.
-        coarsened: Why the difference is not that of the two columns; empty if it is.
         unequal: The difference in training from the baseline; None if there is none.
         examples: Example by example, one entry for each shared seed whose runs kept the losses.
         reach: Steps and seconds until the target was reached; None without a target.
@@ -121,7 +120,6 @@ class Quality:
     difference: Difference | None = None
     not_worse: NotWorse | None = None
     at_equal: tuple[AtEqual, ...] = ()
-    coarsened: str = ""
     unequal: Unequal | None = None
     examples: tuple[ExampleDifference, ...] = ()
     reach: Reach | None = None

@@ -233,7 +233,7 @@ def _quality(comparison: Comparison) -> Grid:
         rows.append(tuple(cells))
     which = f", {comparison.better} is better" if comparison.better else ""
     columns = ("group", "runs", comparison.metric, "to baseline", "pairs", *(["p"] if corrected else []))
-    title = f"Quality: {comparison.metric}, {comparison.reducer}{which}"
+    title = f"Quality: {comparison.metric}{which}"
     note = "Mean ± standard deviation (seeds). The difference is paired by seed, with a 95% interval from 3 seeds up."
     for group in comparison.groups:
         difference = group.quality.difference
@@ -245,8 +245,6 @@ def _quality(comparison: Comparison) -> Grid:
         note += f" {_describe_families(comparison)}"
     if comparison.metric == comparison.course and comparison.metric.startswith("eval/"):
         note += " If this split also made choices, they look better on it than they are."
-    if comparison.reducer == "best":
-        note += " The best of many evaluations favours runs that were evaluated more often."
     bold = find_gains(comparison, comparison.groups, "quality", 3)
     return Grid(title, columns, tuple(rows), note, aside=2, bold=bold)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
-import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,42 +15,6 @@ from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.metric import METRICS, Metric, find_known
 
 Way = Literal["lower", "higher", ""]
-
-
-@dataclass(frozen=True)
-class Reducer:
-    """How a run's evaluations become one number."""
-
-    # ``final`` (after the last step), ``best`` (of all evaluations; favours runs with more evaluations), or ``mean``
-    # (of the last evaluations)
-    kind: str = "final"
-    last: int = 1  # for ``mean``: number of evaluations, at least 2
-
-    @classmethod
-    def parse(cls, text: str) -> Reducer:
-        """Parse ``final``, ``best`` or ``mean:K``. Raise ``UsageError`` for anything else."""
-        if text in {"final", "best"}:
-            return cls(text)
-        if (match := re.fullmatch(r"mean:([1-9][0-9]{0,3})", text)) and int(match[1]) > 1:
-            return cls("mean", int(match[1]))
-        raise UsageError(f"--reduce must be final, best, or mean:K with K from 2 (mean:5), got {text!r}")
-
-    @property
-    def name(self) -> str:
-        """The reducer in words."""
-        return f"mean of last {self.last} evaluations" if self.kind == "mean" else self.kind
-
-    def reduce(self, values: Sequence[float], *, higher_is_better: bool) -> float | None:
-        """Return the number; None if there are too few evaluations, not finite if the last one is not. ``values`` are
-        in the order of steps, the last one after the last step. ``higher_is_better`` is used by ``best``."""
-        if not values or len(values) < self.last:
-            return None
-        if not math.isfinite(values[-1]):
-            return values[-1]  # a run that diverged at the end has diverged, whatever its earlier values
-        if self.kind == "best":
-            finite = [value for value in values if math.isfinite(value)]
-            return max(finite) if higher_is_better else min(finite)
-        return statistics.fmean(values[-self.last :])
 
 
 FEWEST_DIGITS = 4
@@ -84,7 +45,6 @@ class Question:
     metric: str | None = None
     # in the metric's unit, by how much a worse result still counts as not worse; None: no such statement
     margin: float | None = None
-    reducer: Reducer = field(default_factory=Reducer)  # how a run's evaluations become one number
     target: float | None = None  # a value of the metric whose first reaching is measured; None: none
     curves: tuple[str, ...] = ()  # additional metrics whose curves are needed
     better: Way = ""  # the better direction of the metric; empty: as the metric declares it
@@ -159,8 +119,7 @@ def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
     test = held_out.replace("eval/", "test/", 1)
     finished = [run for run in runs if run.finished]
     is_tested = bool(finished) and all(test in run.history.metrics for run in finished)
-    is_of_course = question.target is not None or question.reducer.kind != "final"  # these need several evaluations
-    return test if is_tested and not is_of_course else held_out
+    return test if is_tested and question.target is None else held_out  # a target needs several evaluations
 
 
 def choose_way(question: Question, metric: str, known: Metric | None = None) -> Way:
@@ -173,7 +132,6 @@ def choose_way(question: Question, metric: str, known: Metric | None = None) -> 
     needy = {
         "--margin": question.margin is not None,
         "--reach": question.target is not None,
-        "--reduce best": question.reducer.kind == "best",
     }
     for option in (option for option, is_set in needy.items() if is_set and not way):
         raise UsageError(f"{option}: cannot tell from {metric!r} if higher is better: add --better lower or higher")

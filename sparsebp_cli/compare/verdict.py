@@ -55,7 +55,6 @@ def give_verdict(
     """Return the statements that a group's numbers support against the baseline, quality first. All arguments are the
     group's, except the baseline's speed. ``way`` is the better direction of the metric."""
     found = _quality(quality, metric, way, doubts)
-    found += _note(quality.coarsened)
     if not doubts.rounding:
         found += _examples(quality)
     if quality.not_worse is not None and not doubts.other_examples:

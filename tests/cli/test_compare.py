@@ -137,7 +137,6 @@ def test_views_pictures_and_the_report_are_written(call: Cli, study: list[RunFol
         (["--pareto", "--layers"], "give only one of --curves, --pareto and --layers, got 2"),
         (["--x", "tokens"], "--x needs --curves METRIC"),
         (["--layers", "-o", "csv"], "-o csv prints everything: leave out --layers"),
-        (["--reduce", "last"], "--reduce must be final, best, or mean:K"),
         (["--margin", "eval/loss"], "--margin must be a number above 0"),
         (["--margin", "eval/loss=1", "--metric", "train/loss"], "--margin names eval/loss, but --metric is train/loss"),
         (["--curves", "eval/los"], "--curves must be a metric that these runs logged"),

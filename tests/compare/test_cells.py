@@ -233,7 +233,7 @@ def test_a_column_without_a_record_and_one_under_another_metric_are_found(drawn:
         grid = answer_grid(comparison)
         rows = tuple((*row[:1], f"{0.12345 + number:.5f}", row[2]) for number, row in enumerate(grid.rows))
         invented = Face("invented", "", ("group", "saving", comparison.metric), rows, "simultaneous 95% interval")
-        wrong = Face("wrong", f"{comparison.course}, final", grid.columns, grid.rows, "simultaneous 95% interval")
+        wrong = Face("wrong", comparison.course, grid.columns, grid.rows, "simultaneous 95% interval")
         silent = Face("silent", grid.title, grid.columns, grid.rows, "")
         read(columns, comparison, [invented, wrong, silent])
     faults = list_faults(columns)

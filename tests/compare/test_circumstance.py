@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.compare import Group, Question, Reducer, check, compare_runs
+from sparsebp_cli.compare import Group, Question, check, compare_runs
 from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.run import JournalWriter, RunFolder
 
@@ -136,23 +136,6 @@ def test_uncommitted_code_reaches_the_verdict(make_run: MakeRun) -> None:
     runs[4].dirty = True
     verdict = next(group for group in compare_runs(runs).groups if group.label == "topk").verdict
     assert "1 of 6 runs had uncommitted changes in the checkout, so their code may differ" in verdict
-
-
-# The best of unequal numbers of evaluations
-
-
-def test_the_best_of_more_evaluations_finds_nothing_in_nothing(make_run: MakeRun) -> None:
-    """The policy was evaluated at every step, and the best of its noise looks better."""
-    runs = pair(make_run, loss=3.0)
-    runs = [make_run("dense", s, loss=x) for s, x in enumerate(LOSSES)]
-    runs += [make_run("topk", s, loss=x, **TOPK) for s, x in enumerate(LOSSES)]
-    for number, run in enumerate(runs[3:]):
-        add(run, "eval/loss", [2.9 - number / 100 + 0.01 * (step % 3) for step in range(1, 20)])
-    group = sparse(runs, Question(reducer=Reducer.parse("best")))
-    assert group.quality.difference is not None
-    assert group.quality.difference.mean == pytest.approx(0.0)
-    assert "evaluated at other steps than the baseline, so the difference uses only the 3 shared steps" in group.verdict
-    assert not sparse(runs).quality.coarsened
 
 
 # More saved than there is

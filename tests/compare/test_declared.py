@@ -11,7 +11,7 @@ from scipy import stats
 from sparsebp_cli.cli.show import samples_table
 from sparsebp_cli.compare import compare_runs
 from sparsebp_cli.compare.gate import check
-from sparsebp_cli.compare.question import Question, Reducer
+from sparsebp_cli.compare.question import Question
 from sparsebp_cli.compare.report import render_report
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, JournalWriter, RunFolder
@@ -48,9 +48,6 @@ def test_the_declared_direction_decides_and_no_word_of_the_name(runs: list[RunFo
     assert group.quality.not_worse.answer == "yes"
     assert found.is_gain(group, "quality")
     assert not check(found, "test/solved_error.delta.low < 0")
-    best = compare_runs(runs, Question(metric="eval/solved_error", reducer=Reducer("best")))
-    assert best.groups[0].quality.final is not None
-    assert best.groups[0].quality.final.mean == pytest.approx(11.0)  # the largest of each run, less 1
 
 
 def test_an_option_against_the_declaration_and_two_declarations_are_refused(make_run: MakeRun) -> None:
@@ -72,7 +69,6 @@ def test_a_metric_without_a_declaration_has_the_direction_of_the_option_or_none(
     for question in (
         Question(metric="eval/em", margin=0.01),
         Question(metric="eval/em", target=0.5),
-        Question(metric="eval/em", reducer=Reducer("best")),
     ):
         with pytest.raises(UsageError, match=r"cannot tell from 'eval/em' .* add --better lower or higher"):
             compare_runs(runs, question)

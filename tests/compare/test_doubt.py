@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.compare import Comparison, Group, Grouping, Question, Reducer, check, compare_runs
+from sparsebp_cli.compare import Comparison, Group, Grouping, Question, check, compare_runs
 from sparsebp_cli.compare.choose import find_outcomes
 from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.question import label_groups
@@ -81,16 +81,6 @@ def test_a_loss_whose_square_is_no_number_has_diverged_and_breaks_nothing(make_r
     group = sparse(compare_runs(runs))
     assert group.quality.final is None
     assert "3 runs diverged" in group.verdict
-
-
-@pytest.mark.parametrize("values", [[float("nan"), 3.0, 2.0], [3.0, float("nan"), 2.0], [2.0, float("inf"), 3.0]])
-def test_the_best_of_all_evaluations_does_not_depend_on_where_one_was_no_number(values: list[float]) -> None:
-    assert Reducer.parse("best").reduce(values, higher_is_better=False) == 2.0
-
-
-def test_a_run_that_broke_down_has_no_best() -> None:
-    found = Reducer("best").reduce([2.0, 1.0, float("inf")], higher_is_better=False)
-    assert found == float("inf")
 
 
 def test_runs_chosen_by_their_result_are_known_to_be(make_run: MakeRun) -> None:

@@ -1,4 +1,4 @@
-"""What keeps a comparison fair: controls, corrections, reducers, targets, examples, layers."""
+"""What keeps a comparison fair: controls, corrections, targets, examples, layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sparsebp_cli.compare import Comparison, Group, Question, Reducer, compare_runs
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.compare import Comparison, Group, Question, compare_runs
 from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.run import JournalWriter, RunFolder
 
@@ -173,34 +172,7 @@ def test_seeds_that_are_in_no_pair_are_named(make_run: MakeRun) -> None:
     assert (difference.n, difference.dropped) == (3, (3, 4))
 
 
-# Reducers and targets
-
-
-def test_a_run_becomes_one_number_by_its_last_its_best_or_its_last_few_evaluations(make_run: MakeRun) -> None:
-    run = make_run(loss=3.0)  # evaluations: 6.0, 4.0, 3.0
-    with JournalWriter(run.path) as journal:
-        journal.write("attempt", from_step=20, environment={})
-        journal.write("metrics", step=21, values={"eval/loss": 3.5})
-        journal.write("end", status="finished", step=21, text="")
-    found = {}
-    for text in ("final", "best", "mean:2"):
-        comparison = compare_runs([run], Question(reducer=Reducer.parse(text)))
-        final = comparison.groups[0].quality.final
-        assert final is not None
-        found[comparison.reducer] = final.mean
-    assert found == {"final": 3.5, "best": 3.0, "mean of last 2 evaluations": 3.25}
-    assert compare_runs([run], Question(reducer=Reducer.parse("mean:9"))).groups[0].quality.final is None
-
-
-def test_the_best_of_a_metric_that_is_better_when_higher_is_the_highest() -> None:
-    assert Reducer("best").reduce([0.1, 0.7, 0.3], higher_is_better=True) == 0.7
-    assert Reducer("final").reduce([], higher_is_better=True) is None
-
-
-@pytest.mark.parametrize("text", ["last", "mean", "mean:1", "mean:0", "mean:x", ""])
-def test_an_unknown_reducer_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^--reduce must be final, best, or mean:K"):
-        Reducer.parse(text)
+# Targets
 
 
 def test_time_to_a_target_is_that_of_the_first_evaluation_past_it(make_run: MakeRun) -> None:

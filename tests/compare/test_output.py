@@ -134,7 +134,7 @@ def test_text_of_a_failed_run_is_never_read_as_markup(comparison: Comparison) ->
 
 def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
     found = json.loads(render(comparison, "json"), parse_constant=pytest.fail)
-    assert found["schema"] == 5
+    assert found["schema"] == 6
     assert [group["label"] for group in found["groups"]][:2] == ["dense", "topk-rows"]
     assert found["groups"][1]["quality"]["difference"]["n"] == 5
     assert len(found["runs"]) == 12
@@ -144,7 +144,7 @@ def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
 
 def test_json_is_what_the_committed_schema_says(comparison: Comparison, make_run: MakeRun) -> None:
     schema = json.loads((ROOT / "docs" / "comparison.schema.json").read_text())
-    assert schema["properties"]["schema"]["const"] == 5
+    assert schema["properties"]["schema"]["const"] == 6
     empty = compare_runs([make_run(end="failed", steps=0)])
     for each in (comparison, empty):
         found = json.loads(render(each, "json"))

@@ -108,13 +108,13 @@ def _list_contents(
 
 
 def _basis(comparison: Comparison) -> str:
-    """Describe the metric, how it was reduced to one number per run, and how many runs count."""
+    """Describe the metric and how many runs count."""
     counted = sum(run.counts for run in comparison.runs)
-    direction = f", {comparison.better} is better" if comparison.better else ""
+    direction = f" ({comparison.better} is better)" if comparison.better else ""
     unit = f" in {comparison.unit}" if comparison.unit else ""
     margin = "" if comparison.margin is None else f"; margin {comparison.margin:g}"
     runs = f"{counted} of {len(comparison.runs)} runs count"
-    return f"{comparison.metric}{unit} ({comparison.reducer}{direction}); {runs}{margin}"
+    return f"{comparison.metric}{unit}{direction}; {runs}{margin}"
 
 
 @dataclass(frozen=True)
