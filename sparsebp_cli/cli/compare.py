@@ -62,12 +62,11 @@ STUDY = "Compare the reported runs of this study. With --all or --html, also sho
 FROM = "Read runs from here: a folder of runs, or an archive."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
 BETTER = "Which values of --metric are better. Needed only if its runs do not declare it."
-IGNORE = "Ignore these recipe keys when grouping runs, such as training.warmup_steps,measure."
 REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
 FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
 PNG = "Also write a picture of the overview, or of --curves, to this file (.png, .svg, .pdf)."
 REST = "more: --all (every table), --html FILE (a page), `show RUN` (one run)"
-SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
+SHOW, GATE, FILE = "What is shown", "For CI", "Files"
 
 
 def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
@@ -98,7 +97,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None, typer.Option(metavar="METRIC=VALUE", help=MARGIN, autocompletion=complete_metric)
     ] = None,
     reach: Annotated[float | None, typer.Option(metavar="VALUE", help=REACH)] = None,
-    ignore: Annotated[str | None, typer.Option(metavar="KEY,...", help=IGNORE, rich_help_panel=GROUPS)] = None,
     output: Annotated[
         ComparisonFormat, typer.Option("-o", "--output", help="Format of the comparison.", rich_help_panel=SHOW)
     ] = ComparisonFormat.TABLE,
@@ -137,13 +135,12 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
 ) -> None:
     """Compare runs: quality, step time, cost and memory."""
-    from sparsebp_cli.compare import Grouping, check, compare_runs, find_outcomes, picture, write_report
+    from sparsebp_cli.compare import check, compare_runs, find_outcomes, picture, write_report
 
     view = _view(curves, x, pareto, layers, output)
     question = replace(
         _question(metric, baseline, margin, reach, curves, whole=html is not None),
         better=better.value if better else "",
-        grouping=Grouping.parse(ignore),
     )
     tuning: Sequence[Any] = ()
     if study is None and runs and len(runs) == 1 and _names_study(runs[0], place):

@@ -11,7 +11,6 @@ from sparsebp_cli.compare.choose import (
 )
 from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Group
 from sparsebp_cli.compare.gate import check
-from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import parse_margin
 from sparsebp_cli.compare.picture import picture
@@ -26,7 +25,6 @@ __all__ = [
     "ComparedRun",
     "Comparison",
     "Group",
-    "Grouping",
     "LoadedRun",
     "Question",
     "RunCandidate",

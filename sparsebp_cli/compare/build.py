@@ -73,7 +73,7 @@ def compare_runs(
     appear in the order of the runs. ``baseline``, ``metric`` and ``margin`` replace the fields of :class:`Question`
     with these names. Raise ``UsageError`` if there are no runs, or none has the baseline or the metric."""
     question = question or Question(baseline, metric, margin)
-    loaded = load(runs, question.grouping)
+    loaded = load(runs)
     if not loaded:
         raise UsageError("there are no runs to compare")
     members: dict[str, list[LoadedRun]] = {}
@@ -125,7 +125,6 @@ class _Builder:
             families=self._count(groups, controls),
             warnings=(
                 *self._other_examples(),
-                *self._mixed(),
                 *self._baseline_warnings(),
                 *self._repeat_warnings(),
                 *find_warnings(self.loaded, groups, self.metric),
@@ -271,9 +270,6 @@ class _Builder:
         there = self.counted[self.first] if group != self.first else []
         return measure_reach(goal, self.counted[group], there, lost[0], lost[1] if group != self.first else 0)
 
-    def _mixed(self) -> list[str]:
-        return self.question.grouping.find_mixed({self.labels[group]: some for group, some in self.counted.items()})
-
     def _measure(self, group: str) -> Group:
         runs, here, newest = self.members[group], self.counted[group], self.members[group][-1]
         there, target = self.counted[self.first] if group != self.first else [], self.question.target
@@ -292,7 +288,7 @@ class _Builder:
             exact=next((run.exact for run in runs if run.exact is not None), None),
             seeds=tuple(sorted(run.seed for run in here)),
             states=dict(Counter(str(run.state) for run in runs if not run.repeats)),
-            changes=find_changes(self.members[self.first][-1], newest, self.question.grouping),
+            changes=find_changes(self.members[self.first][-1], newest),
             recipe=newest.recipe,
             quality=quality,
             speed=measure_speed(here, there),

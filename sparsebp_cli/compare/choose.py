@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sparsebp_cli.compare.expression import Condition, parse
-from sparsebp_cli.compare.grouping import SEED
 from sparsebp_cli.compare.load import load_folder
-from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun, flatten
+from sparsebp_cli.compare.loaded import POLICY_KEY, SEED, LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
 from sparsebp_cli.run.folder import SHORTEST_PREFIX, is_file, list_folders

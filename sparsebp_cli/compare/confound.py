@@ -7,9 +7,8 @@ from itertools import islice
 from typing import Any
 
 from sparsebp_cli.compare.comparison import COMPILATION, Change, Confound, Group
-from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
-from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun, flatten
+from sparsebp_cli.compare.loaded import POLICY_KEY, SEED, LoadedRun, flatten
 from sparsebp_cli.compare.whole import whole_median
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.census import summarise_census
@@ -259,15 +258,15 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
     )
 
 
-NOT_A_CHANGE = ("name", "tracking.")
+NOT_A_CHANGE = ("name", "tracking.", SEED)
 
 
-def find_changes(baseline: LoadedRun, other: LoadedRun, grouping: Grouping) -> tuple[Change, ...]:
-    """Return the keys in which two recipes differ, in the order of a recipe, with both values. Names, tracking, seeds
-    and keys that the grouping ignores do not count."""
+def find_changes(baseline: LoadedRun, other: LoadedRun) -> tuple[Change, ...]:
+    """Return the keys in which two recipes differ, in the order of a recipe, with both values. Names, tracking and
+    seeds do not count."""
     a, b = baseline.flat, other.flat
     paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
     sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
     paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
-    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and not grouping.hides(path)]
+    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE)]
     return tuple(Change(path, a.get(path), b.get(path)) for path in shown)

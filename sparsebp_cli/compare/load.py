@@ -5,22 +5,21 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.tracking.content import find_state
 
 
-def load(runs: Iterable[RunFolder | LoadedRun], grouping: Grouping) -> list[LoadedRun]:
+def load(runs: Iterable[RunFolder | LoadedRun]) -> list[LoadedRun]:
     """Read runs in the given order, without duplicates. Keep runs that are already read. Mark repeats of a seed."""
     loaded: dict[str, LoadedRun] = {}
     for run in runs:
         if run.run_id not in loaded:
             loaded[run.run_id] = run if isinstance(run, LoadedRun) else load_folder(run)
-    placed = grouping.apply(list(loaded.values()))
-    mark_repeats(placed)
-    return placed
+    found = list(loaded.values())
+    mark_repeats(found)
+    return found
 
 
 def load_folder(run: RunFolder) -> LoadedRun:

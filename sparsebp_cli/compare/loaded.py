@@ -23,6 +23,7 @@ from sparsebp_cli.run.series import select
 from sparsebp_cli.run.stored_recipe import SCHEDULE, is_dense
 
 POLICY_KEY = "policy."  # prefix of a recipe's policies, by dotted path
+SEED = "training.seed"
 
 
 class Point(NamedTuple):

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.published import Paper
 from sparsebp_cli.errors import UsageError, did_you_mean
@@ -48,7 +47,6 @@ class Question:
     target: float | None = None  # a value of the metric whose first reaching is measured; None: none
     curves: tuple[str, ...] = ()  # additional metrics whose curves are needed
     better: Way = ""  # the better direction of the metric; empty: as the metric declares it
-    grouping: Grouping = field(default_factory=Grouping)  # the keys that decide which runs form a group
     # for a study: run name to the standard error of its tuned values, in the metric's unit, by metric
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     tuned_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # run name to the variants that tuned it

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.compare import Comparison, Group, Grouping, Question, check, compare_runs
+from sparsebp_cli.compare import Comparison, Group, Question, check, compare_runs
 from sparsebp_cli.compare.choose import find_outcomes
 from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.question import label_groups
@@ -101,28 +101,12 @@ def test_groups_of_one_name_are_told_apart_and_each_label_is_a_baseline(make_run
 
 
 def test_labels_are_unique_and_short(make_run: MakeRun) -> None:
-    run = load([make_run("dense")], Grouping())[0]
+    run = load([make_run("dense")])[0]
     members = {f"abcd{n:04x}": [replace(run, name="same")] for n in range(300)} | {"ffff": [run]}
     labels = label_groups(members)
     assert len(set(labels.values())) == len(members)
     assert labels["ffff"] == "dense"
     assert max(map(len, labels.values())) == len("same#abcd0000")
-
-
-def test_ignored_keys_do_not_decide_and_are_named(make_run: MakeRun) -> None:
-    runs = [
-        make_run("dense", seed, loss=2.0 + rate, training={"learning_rate": rate, "warmup_steps": seed})
-        for rate in (0.1, 0.2)
-        for seed in range(3)
-    ]
-    assert len(compare_runs(runs).groups) == 6
-    key = "training.warmup_steps"
-    for grouping in (Grouping(ignore=(key,)), Grouping.parse("warmup_steps")):
-        found = compare_runs(runs, Question(grouping=grouping))
-        assert [group.seeds for group in found.groups] == [(0, 1, 2), (0, 1, 2)]
-        assert sum(f"its runs differ in {key}, which" in line for line in found.warnings) == 2
-    with pytest.raises(UsageError, match=r"--ignore: no run has the key 'warmup_step'; did you mean"):
-        compare_runs(runs, Question(grouping=Grouping(ignore=("warmup_step",))))
 
 
 def test_another_census_of_the_data_is_a_confound_with_its_numbers(make_run: MakeRun) -> None:
