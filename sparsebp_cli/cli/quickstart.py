@@ -45,7 +45,7 @@ def quickstart(
 def describe_lesson(comparison: Comparison, ids: Sequence[str]) -> list[str]:
     """Return the result in the words of the comparison's statements, how to use it, and the commands that show more.
     ``ids`` are the runs' ids, the baseline's first."""
-    from sparsebp_cli.compare.report.board import find_main
+    from sparsebp_cli.compare.report.headline import find_main
     from sparsebp_cli.compare.words import say
 
     group = comparison.groups[-1]

@@ -1,4 +1,4 @@
-"""Make the short answer of a comparison for one screen: one table with one row per group."""
+"""Make the short answer of a comparison, for one screen and for the top of the report: one row per group."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from sparsebp_cli.compare.overview_grid import WITHHELD, find_gains, over_shared
 from sparsebp_cli.compare.statement import Subject
 
 LONGEST_LABEL = 20  # characters; the verdict above the table has the whole label
+NOTE = (
+    "To baseline: the difference paired by seed, with a 95% interval from three seeds up. Cost: FLOPs of all steps "
+    "divided by the baseline's (of older runs: from probes). Speed: of whole steps, as a multiple of the baseline's. "
+    "Limit: speed-up of forward and backward if time fell like their FLOPs. Memory: the most that a step holds. Bold: "
+    "a statement shows a gain."
+)
 
 
-def answer_grid(comparison: Comparison) -> Grid:
-    """Return quality, cost, speed with its limit, and memory of each group."""
-    rows = tuple(_row(comparison, group) for group in comparison.groups)
+def answer_grid(comparison: Comparison, *, is_short: bool = True) -> Grid:
+    """Return quality, cost, speed with its limit, and memory of each group. ``is_short`` cuts long labels."""
+    label = _cut if is_short else str
+    rows = tuple((label(group.label), *_row(comparison, group)) for group in comparison.groups)
     way = f", {comparison.better} is better" if comparison.better else ""
     columns = ("group", "mean", "to baseline", "cost", "speed", "limit", "memory")
     gains: dict[Subject, str] = {"quality": "to baseline", "step time": "speed", "memory": "memory"}
     bold = [find_gains(comparison, comparison.groups, one, columns.index(name)) for one, name in gains.items()]
     kind = comparison.interval_kind
     title = f"{comparison.metric}{way}{kind and f' [{kind}]'}"
-    return Grid(title, columns, rows, bold=frozenset().union(*bold))
+    return Grid(title, columns, rows, NOTE, bold=frozenset().union(*bold))
 
 
 def _row(comparison: Comparison, group: Group) -> tuple[str, ...]:
     quality, speed, mean = group.quality, group.speed, over_shared_seeds(comparison, group)
     ratio = 1.0 if group.baseline and speed.step else None if speed.step_ratio is None else speed.step_ratio.mean
     return (
-        _cut(group.label),
         show.of_plain(None if mean is None else mean.mean, 4),
         "" if group.baseline else show.of_difference(quality.difference),
         NONE if speed.cost is None else f"{speed.cost.mean:.2f}",

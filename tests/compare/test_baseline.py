@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparsebp_cli.compare import Question, compare_runs
-from sparsebp_cli.compare.report.board import make_board
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
 from sparsebp_tools.release.figure import compare_here
@@ -38,15 +37,6 @@ def test_without_a_dense_run_or_with_several_the_baseline_is_named(make_run: Mak
     assert any(text.startswith("2 groups are dense: the baseline is low, not high") for text in found.warnings)
     asked = compare_runs([*several, make_run("other", **TOPK)], baseline="high")
     assert not any("groups are dense" in text for text in asked.warnings)
-
-
-def test_a_column_of_another_split_names_its_metric(make_run: MakeRun) -> None:
-    runs = [make_run("plain", seed, metrics={"test/loss": 3.5 + seed / 100}) for seed in range(3)]
-    runs += [make_run("other", seed, **TOPK, metrics={"test/loss": 3.4 + seed / 99}) for seed in range(3)]
-    columns = make_board(compare_runs(runs)).columns
-    assert columns[0] == "test/loss"
-    assert "eval/loss at equal cost" in columns
-    assert "at equal cost" in make_board(compare_runs(runs, metric="eval/loss")).columns
 
 
 def test_a_study_that_is_not_over_says_what_its_statements_wait_for(make_run: MakeRun) -> None:

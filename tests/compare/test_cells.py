@@ -19,8 +19,6 @@ from sparsebp_cli.compare import Comparison, Question, compare_runs, render
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.overview_grid import grids
-from sparsebp_cli.compare.report import render_report
-from sparsebp_cli.compare.report.board import make_board
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.run import RunFolder
@@ -128,15 +126,11 @@ def find_forms(group: Mapping[str, Any], base: Mapping[str, Any]) -> Forms:
 
 
 def list_faces(comparison: Comparison) -> Iterator[Face]:
-    """Yield every table of terminal and HTML."""
+    """Yield every table of the terminal. The first of the HTML page is the answer."""
     shown = [("answer", answer_grid(comparison)), *(("all", grid) for grid in grids(comparison))]
     shown += [("pareto", grid) for grid in view_grids(comparison, View("pareto"))]
     for name, grid in shown:
         yield Face(name, grid.title, grid.columns, grid.rows, f"{grid.title} {grid.note}")
-    board = make_board(comparison)
-    cells = tuple((row.label, *(f"{one.text} {one.interval}".strip() for one in row.cells)) for row in board.rows)
-    page = " ".join(re.sub(r"<[^>]*>", "", render_report(comparison).partition("Leaderboard")[2]).split())
-    yield Face("html", "", ("group", *board.columns), cells, page.partition("Quality against cost")[0])
 
 
 def generalise(comparison: Comparison, text: str) -> str:
@@ -222,7 +216,7 @@ def test_every_cell_is_a_number_of_the_record_under_its_metric_and_kind(drawn: l
     for comparison in drawn:
         read(columns, comparison, list_faces(comparison))
     assert "\n".join(list_faults(columns)) == ""
-    assert {"answer", "all", "pareto", "html"} == {name for name, *_ in columns.paths}
+    assert {"answer", "all", "pareto"} == {name for name, *_ in columns.paths}
     assert len(columns.paths) > 30
     assert {"simultaneous", "95% interval"} <= set().union(*columns.kinds.values())
 

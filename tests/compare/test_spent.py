@@ -16,7 +16,6 @@ from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.number import SECONDS, of_quartiles
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report import render_report
-from sparsebp_cli.compare.report.board import make_board
 from sparsebp_cli.compare.statistics import Quartiles
 from sparsebp_cli.compare.view import view_grids
 from sparsebp_cli.plan import Plan
@@ -90,14 +89,12 @@ def test_every_output_gives_the_same_cost_whatever_the_probes_saw(make_run: Make
     exact = {"policy": [{"name": "lossless"}], "executed": 0.1, "claimed": 0.1, "metrics": probed}
     runs.append(spend(make_run("mine", **exact), 0.61e9, 0.07))
     found = compare_runs(runs)
-    board = {row.label: row.cells[1].text for row in make_board(found).rows}
     (headline,) = re.findall(r"<p class=headline>(.*?)</p>", render_report(found))
     (cost,) = [grid for grid in grids(found) if grid.title == "Cost of all steps"]
     answered = answer_grid(found)
     drawn = picture(found, tmp_path / "a.svg").read_text()
     summary = dict(summary_rows(History.load(runs[1].path), runs[1].read_plan()["recipe"], brief=True))
     said = {
-        "board": board["mine"],
         "table": cost.rows[1][2],
         "answer": answered.rows[1][answered.columns.index("cost")],
         "pareto": view_grids(found, View("pareto"))[0].rows[1][2],

@@ -11,7 +11,7 @@ import pytest
 
 from sparsebp_cli.compare import Comparison, Group, Question, compare_runs
 from sparsebp_cli.compare.family import correct_all
-from sparsebp_cli.compare.report.board import make_headline
+from sparsebp_cli.compare.report.headline import make_headline
 from sparsebp_cli.compare.statement import Outcome, Statement, is_shown
 from sparsebp_cli.compare.statistics import Difference, summarise, summarise_clusters
 from sparsebp_cli.compare.verdict import differs

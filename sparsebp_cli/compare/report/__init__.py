@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sparsebp_cli import durable
 from sparsebp_cli.compare import number as show
+from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.comparison import Comparison, Group, Kind
 from sparsebp_cli.compare.control import WORDS
 from sparsebp_cli.compare.family import CLAIMS
@@ -19,7 +20,7 @@ from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import flatten
 from sparsebp_cli.compare.number import SECONDS
 from sparsebp_cli.compare.overview_grid import grids
-from sparsebp_cli.compare.report.board import find_withheld, join_names, make_board, make_headline
+from sparsebp_cli.compare.report.headline import find_withheld, join_names, make_headline
 from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.compare.words import say
@@ -74,7 +75,7 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
         names=join_names([group.label for group in comparison.groups]),
         basis=_basis(comparison),
         headline=make_headline(comparison),
-        board=make_board(comparison),
+        answer=answer_grid(comparison, is_short=False),
         num_doubts=len(comparison.warnings) + len(missing),
         cards=[_make_card(number, group) for number, group in enumerate(comparison.groups)],
         missing=missing,

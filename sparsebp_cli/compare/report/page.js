@@ -324,25 +324,6 @@ function layers(host) {
   }
   host.append(make("p", { class: "scale" }, "0", make("i"), "1 and above"));
 }
-/* A click on a heading sorts the leaderboard; what has no value comes last. */
-function sortable(table) {
-  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
-  heads.forEach((head, place) => {
-    const button = make("button", { type: "button" }, head.textContent);
-    head.replaceChildren(button);
-    button.addEventListener("click", () => {
-      const up = head.getAttribute("aria-sort") !== "ascending", sign = up ? 1 : -1;
-      for (const other of heads) other.setAttribute("aria-sort", other === head ? (up ? "ascending" : "descending") : "none");
-      const key = row => place ? row.cells[place].dataset.value : row.cells[0].textContent.trim();
-      body.append(...[...body.rows].sort((a, b) => {
-        const [x, y] = [key(a), key(b)];
-        if (x === "" || y === "") return (x === "") - (y === "");
-        return sign * (place ? Number(x) - Number(y) : x.localeCompare(y));
-      }));
-    });
-  });
-}
-sortable(document.querySelector(".board"));
 /* A folded section is drawn when it opens, because it has no width before; a link to it opens it. */
 function unfold() {
   const part = location.hash.length > 1 && $(decodeURIComponent(location.hash.slice(1)));
