@@ -64,7 +64,6 @@ MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0
 BETTER = "Which values of --metric are better. Needed only if its runs do not declare it."
 REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
 FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
-PNG = "Also write a picture of the overview, or of --curves, to this file (.png, .svg, .pdf)."
 REST = "more: --all (every table), --html FILE (a page), `show RUN` (one run)"
 SHOW, GATE, FILE = "What is shown", "For CI", "Files"
 
@@ -122,10 +121,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     everything: Annotated[
         bool, typer.Option("--all", help="Show every table, with an explanation of its columns.", rich_help_panel=SHOW)
     ] = False,
-    png: Annotated[
-        list[Path] | None,
-        typer.Option("--png", "--svg", metavar="FILE", help=PNG, rich_help_panel=FILE),
-    ] = None,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write the comparison as one HTML page.", rich_help_panel=FILE),
@@ -135,7 +130,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
 ) -> None:
     """Compare runs: quality, step time, cost and memory."""
-    from sparsebp_cli.compare import check, compare_runs, find_outcomes, picture, write_report
+    from sparsebp_cli.compare import check, compare_runs, find_outcomes, write_report
 
     view = _view(curves, x, pareto, layers, output)
     question = replace(
@@ -160,16 +155,15 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         comparison = replace(comparison, warnings=(warning, *comparison.warnings))
     # Do everything that can raise an error before printing anything.
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
-    written = [("picture", picture(comparison, path, view)) for path in png or []]
     if html is not None:
         command = shlex.join(["sparsebp", *sys.argv[1:]])
         grids = find_studies("--study").make_tuning_grids(tuning) if tuning else ()
-        written.append(("report", write_report(comparison, html, command, grids)))
+        write_report(comparison, html, command, grids)
     _print(comparison, output, view, everything=everything)
     if tuning and everything and output is ComparisonFormat.TABLE:
         console().print(_tabulate(tuning))
-    for kind, path in written:
-        print_line(f"{kind}: {path}", stderr=True)
+    if html is not None:
+        print_line(f"report: {html}", stderr=True)
     for failure in failures:
         print_line(f"failed: {failure.text}", stderr=True)
     lost = find_lost(comparison)

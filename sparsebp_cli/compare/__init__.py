@@ -13,7 +13,6 @@ from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Group
 from sparsebp_cli.compare.gate import check
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import parse_margin
-from sparsebp_cli.compare.picture import picture
 from sparsebp_cli.compare.question import Question
 from sparsebp_cli.compare.render import FORMATS, answer, render, table
 from sparsebp_cli.compare.report import REPORT_CURVES, write_report
@@ -38,7 +37,6 @@ __all__ = [
     "load_all",
     "local_candidates",
     "parse_margin",
-    "picture",
     "render",
     "table",
     "write_report",

@@ -1,5 +1,5 @@
-"""Define statements of a comparison as data. Tables, pictures, the report, JSON, ``--fail-if`` and leaderboard read
-only these objects. :mod:`~sparsebp_cli.compare.words` turns them into sentences last.
+"""Define statements of a comparison as data. Tables, the report, JSON and ``--fail-if`` read only these objects.
+:mod:`~sparsebp_cli.compare.words` turns them into sentences last.
 
 Withheld numbers, such as a step time of a busy machine, are in no statement and in no other field of the comparison,
 only their reason is. So no output can print them.

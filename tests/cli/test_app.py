@@ -180,7 +180,6 @@ def test_compare_imports_neither_torch_nor_mlflow(two_runs: None, tmp_path: Path
         (["sync", "zzz"], 102, "no run matches 'zzz'"),
         (["compare", "@2", "--metric", "eval/los"], 2, "did you mean eval/loss?"),
         (["compare", "@2", "--baseline", "dens"], 2, "did you mean dense?"),
-        (["compare", "@2", "--png", "picture.gif"], 2, "must end in .png"),
         (["sync"], 2, "sync needs runs, or --all"),
         (["sync", "@last", "--all"], 2, "sync needs runs, or --all"),
         (["run", "none.yaml"], 2, "none.yaml: no such file"),

@@ -40,7 +40,7 @@ CELLS = [
 # What a parameter names that is read, by the word of its kind; and those that name what is written.
 READ = {"recipe": "RECIPE", "recipes": "RECIPE", "file": "RECIPE", "candidate": "RECIPE", "run": "RUN", "runs": "RUN",
         "source": "RUN", "archive": "ARCHIVE"}  # fmt: skip
-WRITTEN = {"folder", "html", "ids", "out", "png", "to"}
+WRITTEN = {"folder", "html", "ids", "out", "to"}
 
 
 @pytest.mark.inventory

@@ -115,23 +115,6 @@ def test_programs_are_given_every_module_and_layer(make_run, call: Cli) -> None:
     assert shown["layers"]["100"] == LAYERS
 
 
-@pytest.mark.parametrize(
-    ("view", "ending", "text"),
-    [((), "jpg", "must end in .png, .svg, .pdf"), (("--layers",), "png", "leave out --layers; --html draws it")],
-)
-def test_a_picture_that_cannot_be_drawn_is_refused_in_one_line(
-    make_run, call: Cli, tmp_path: Path, view: tuple[str, ...], ending: str, text: str
-) -> None:
-    name = f"layers.{ending}"
-    done = call("compare", make_run().run_id, *view, "--png", tmp_path / name)
-    assert done.returncode == 2
-    assert text in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / name).exists()
-    none = call("compare", make_run(measured=False).run_id, "--layers")
-    assert "None of these runs recorded its layers." in none.stdout
-
-
 def write_priced(recipe: Path, shares: list[float], probed: list[float], *changes: str) -> RunFolder:
     """Write a run whose steps, and probes, cost these shares of dense's passes of 1e9 FLOPs; updates take 1e8."""
     plan = Plan(recipe=load_recipe(recipe, [*changes, f"training.max_steps={len(shares)}"]))

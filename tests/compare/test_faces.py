@@ -7,12 +7,11 @@ import json
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparsebp_cli.compare import Comparison, Question, compare_runs, picture, render
+from sparsebp_cli.compare import Comparison, Question, compare_runs, render
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report import render_report
@@ -91,7 +90,7 @@ def is_gain(group: dict[str, Any], subject: str, good: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_all_faces_of_a_comparison_agree(make_run: MakeRun, tmp_path: Path, seed: int) -> None:
+def test_all_faces_of_a_comparison_agree(make_run: MakeRun, seed: int) -> None:
     draw = random.Random(seed)
     comparison = compare_runs(draw_runs(make_run, draw), Question(margin=draw.choice((None, 0.2))))
     data = json.loads(render(comparison, "json"))
@@ -99,8 +98,6 @@ def test_all_faces_of_a_comparison_agree(make_run: MakeRun, tmp_path: Path, seed
     quality, speed, memory = (read_tables(comparison, title, "to baseline") for title in ("Quality", "Speed", "Memory"))
     step = read_tables(comparison, "Speed", "step")
     levels = read_tables(comparison, "Quality", data["metric"])
-    drawn = picture(comparison, tmp_path / "a.svg").read_text()
-    texts = [html.unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", drawn)]
     pareto = {row[0]: row for row in view_grids(comparison, View("pareto"))[0].rows}
     for group in data["groups"]:
         label, cells, is_base = group["label"], page[group["label"]], group["baseline"]
@@ -126,21 +123,7 @@ def test_all_faces_of_a_comparison_agree(make_run: MakeRun, tmp_path: Path, seed
             assert ratio is None
             assert cells["speed"] == ("withheld", False)
             assert not [s for s in group["statements"] if s["subject"] == "step time" and s["numbers"]]
-        shown = f" {group['speed']['cost']['mean']:.2f}"
-        if is_hidden:
-            shown += ", times withheld"
-        elif group["speed"]["step"]:
-            shown += f", {1000 * group['speed']['step']['median']:.0f} ms"
-        if ratio is not None and not is_hidden:
-            shown += f", {show.split_change(ratio)[0]}"
-        assert shown in texts
         assert f"{group['speed']['cost']['mean']:.2f}" in pareto[label]
-    ratios = [difference_of(group["speed"]["step_ratio"]) for group in data["groups"]]
-    allowed = {show.split_change(ratio)[0] for ratio in ratios if ratio is not None}
-    assert {found for text in texts for found in re.findall(r"[-+][\d.]+ %", text)} <= allowed
-    course = "eval/loss" if data["metric"] == "test/loss" else data["metric"]
-    assert any(text.startswith(course) for text in texts)  # what is drawn is named
-    assert not any(text.startswith("test/") for text in texts)
 
 
 def test_the_random_comparisons_hold_what_the_faces_have_to_agree_on(make_run: MakeRun) -> None:

@@ -17,7 +17,6 @@ from sparsebp_cli.compare import (
     compare_runs,
     load_all,
     local_candidates,
-    picture,
     render,
 )
 from sparsebp_cli.compare.archive import list_members, open_archive, write_archive
@@ -104,8 +103,3 @@ def test_hostile_content_of_an_archive_stays_data_in_every_form(hostile: Compari
     if form == "md":
         assert "<script>" not in text
         assert "<img" not in text
-
-
-def test_hostile_names_are_drawn_as_they_are(hostile: Comparison, tmp_path: Path) -> None:
-    for view in (View(), View("curves")):
-        assert picture(hostile, tmp_path / f"{view.kind}.svg", view).stat().st_size > 0

@@ -1,21 +1,19 @@
-"""What a comparison looks like: for people in 100 columns, for machines as JSON and CSV, in documents, as a picture."""
+"""What a comparison looks like: for people in 100 columns, for machines as JSON and CSV, in documents."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import pytest
 from rich.console import Console
 
-from sparsebp_cli.compare import Comparison, View, compare_runs, picture, render, table
+from sparsebp_cli.compare import Comparison, compare_runs, render, table
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.number import (
     BYTES,
@@ -30,7 +28,6 @@ from sparsebp_cli.compare.number import (
     scaled,
 )
 from sparsebp_cli.compare.overview_grid import grids
-from sparsebp_cli.compare.picture import line_style
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
@@ -112,21 +109,6 @@ def test_what_would_steer_a_terminal_is_in_no_table(two_groups: list[RunFolder])
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown(found) + render(found, "md"))
 
 
-@pytest.mark.parametrize("kind", ["overview", "curves"])
-def test_names_in_a_picture_are_no_formulas_and_letters_without_a_shape_are_boxes(
-    two_groups: list[RunFolder], tmp_path: Path, kind: Any
-) -> None:
-    runs = [load_folder(run) for run in two_groups]
-    for run in runs:
-        run.name = f"_cost $\\foo$ 日本 {run.name}"
-    assert picture(compare_runs(runs), tmp_path / "a.png", View(kind)).stat().st_size > 10_000
-
-
-def test_no_two_of_56_groups_look_alike_in_a_picture() -> None:
-    looks = {(style["color"], style["marker"]) for style in map(line_style, range(56))}
-    assert len(looks) == 56
-
-
 def test_text_of_a_failed_run_is_never_read_as_markup(comparison: Comparison) -> None:
     assert "failed: [bold]|<b>the loss is nan" in shown(comparison)
     assert r"failed: [bold]\|&lt;b>the loss is nan" in render(comparison, "md")
@@ -200,48 +182,6 @@ def test_a_single_run_is_shown_without_anything_to_compare_with(make_run: MakeRu
     text = shown(compare_runs([make_run()]))
     assert "Recipe differences" not in text
     assert "dense: baseline." in text
-
-
-def test_the_picture_is_drawn_with_every_group_in_it(comparison: Comparison, tmp_path: Path) -> None:
-    pixels = matplotlib.image.imread(picture(comparison, tmp_path / "a.png"))
-    assert pixels.shape[1] > 1000
-    colours = {tuple(round(float(x) * 255) for x in pixel[:3]) for row in pixels[::2] for pixel in row[::2]}
-    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colours
-    svg = picture(comparison, tmp_path / "a.svg").read_text()
-    assert ET.fromstring(svg).tag.endswith("svg")
-    assert svg == picture(comparison, tmp_path / "b.svg").read_text()
-    words = ("at equal steps", "at equal cost", "topk-rows (1 seed)", "cost", "eval/loss (nats/token)")
-    for text in words:
-        assert text in svg
-
-
-def test_pictures_for_papers_have_fonts_that_journals_take(comparison: Comparison, tmp_path: Path) -> None:
-    paper = picture(comparison, tmp_path / "a.pdf").read_bytes()
-    assert b"/Type3" not in paper
-    assert b"/CIDFontType2" in paper
-    texts = ET.fromstring(picture(comparison, tmp_path / "a.svg").read_text()).iter("{http://www.w3.org/2000/svg}text")
-    assert any("eval/loss" in "".join(text.itertext()) for text in texts)
-
-
-def test_a_value_before_training_that_lies_far_off_is_told_and_not_drawn(make_run: MakeRun, tmp_path: Path) -> None:
-    near = picture(compare_runs([make_run(loss=5.0)]), tmp_path / "near.svg").read_text()
-    assert "before training" not in near
-    far = picture(compare_runs([make_run(loss=1.0)]), tmp_path / "far.svg").read_text()
-    assert "before training: 6 (outside)" in far
-
-
-def test_a_picture_of_runs_without_numbers_is_still_a_picture(make_run: MakeRun, tmp_path: Path) -> None:
-    empty = compare_runs([make_run(end="failed", steps=0), make_run("b", end="failed", steps=0)])
-    assert picture(empty, tmp_path / "a.png").stat().st_size > 5000
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a", "missing/a.png"])
-def test_a_picture_that_cannot_be_written_is_refused_in_one_line(
-    comparison: Comparison, tmp_path: Path, name: str
-) -> None:
-    with pytest.raises(UsageError) as caught:
-        picture(comparison, tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 def test_numbers_are_short_and_have_their_unit() -> None:

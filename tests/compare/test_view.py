@@ -1,18 +1,16 @@
-"""One side of a comparison at a time, as tables and as pictures."""
+"""One side of a comparison at a time, as tables."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from sparsebp_cli.compare import Comparison, Question, View, compare_runs, picture, render, table
+from sparsebp_cli.compare import Comparison, Question, View, compare_runs, render, table
 from sparsebp_cli.compare.figure import thin
 from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.view import view_grids
@@ -115,25 +113,9 @@ def test_every_view_fits_100_columns_and_can_be_written(comparison: Comparison, 
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.kind}-{view.along}")
-def test_curves_are_drawn_and_no_other_view(comparison: Comparison, tmp_path: Path, view: View) -> None:
-    if view.kind != "curves":
-        with pytest.raises(UsageError, match=f"leave out --{view.kind}; --html draws it"):
-            picture(comparison, tmp_path / "a.svg", view)
-        return
-    svg = picture(comparison, tmp_path / "a.svg", view).read_text()
-    assert ET.fromstring(svg).tag.endswith("svg")
-    assert "fast" in svg
-    assert svg == picture(comparison, tmp_path / "b.svg", view).read_text()
-
-
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.kind}-{view.along}")
-def test_a_view_of_runs_without_numbers_is_still_a_table_or_a_picture(
-    make_run: MakeRun, tmp_path: Path, view: View
-) -> None:
+def test_a_view_of_runs_without_numbers_is_still_a_table(make_run: MakeRun, view: View) -> None:
     empty = compare_runs([make_run(end="failed", steps=0), make_run("b", end="failed", steps=0)])
     assert view_grids(empty, view)
-    if view.kind == "curves":
-        assert picture(empty, tmp_path / "a.png", view).stat().st_size > 1000
 
 
 def test_curves_are_thinned_evenly_and_keep_both_ends() -> None:
