@@ -109,9 +109,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ] = None,
     x: Annotated[Axis, typer.Option(help="With --curves: what the x axis shows.", rich_help_panel=SHOW)] = Axis.STEP,
-    pareto: Annotated[
-        bool, typer.Option("--pareto", help="Show only quality against time and memory.", rich_help_panel=SHOW)
-    ] = False,
     layers: Annotated[
         bool,
         typer.Option(
@@ -132,7 +129,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Compare runs: quality, step time, cost and memory."""
     from sparsebp_cli.compare import check, compare_runs, find_outcomes, write_report
 
-    view = _view(curves, x, pareto, layers, output)
+    view = _view(curves, x, layers, output)
     question = replace(
         _question(metric, baseline, margin, reach, curves, whole=html is not None),
         better=better.value if better else "",
@@ -261,17 +258,16 @@ def _question(
     return Question(baseline, metric or named, allowed, reach, tuple(wanted))
 
 
-def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, output: ComparisonFormat) -> View:
+def _view(curves: str | None, x: Axis, layers: bool, output: ComparisonFormat) -> View:
     from sparsebp_cli.compare import View
 
     chosen: dict[ViewKind, bool] = {
         "curves": curves is not None,
-        "pareto": pareto,
         "layers": layers,
     }
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
     if len(kinds) > 1:
-        raise UsageError(f"give only one of --curves, --pareto and --layers, got {len(kinds)}")
+        raise UsageError(f"give only one of --curves and --layers, got {len(kinds)}")
     if x is not Axis.STEP and curves is None:
         raise UsageError("--x needs --curves METRIC")
     if kinds not in ([], ["curves"]) and output in {ComparisonFormat.JSON, ComparisonFormat.CSV}:

@@ -1,9 +1,9 @@
-"""Make single views of a comparison as tables for the terminal: curves, trade-offs or layers."""
+"""Make single views of a comparison as tables for the terminal: curves or layers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import fmean
@@ -14,14 +14,12 @@ from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Group
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Layers
-from sparsebp_cli.compare.number import BYTES, SECONDS
 from sparsebp_cli.compare.statistics import spread
-from sparsebp_cli.compare.trade import find_costs, find_trades
 
 MOST_ROWS = 12
 MOST_LAYERS = 40
 SHADES = " ░▒▓█"
-Kind = Literal["overview", "curves", "pareto", "layers"]
+Kind = Literal["overview", "curves", "layers"]
 Along = Literal["step", "tokens", "cost", "wall_time"]
 
 
@@ -39,37 +37,8 @@ def view_grids(comparison: Comparison, view: View) -> list[Grid]:
     match view.kind:
         case "curves":
             return [_curves(comparison, view.metric or comparison.course, view.along)]
-        case "pareto":
-            return [_pareto(comparison)]
         case _:
             return [_layers(group) for group in comparison.groups if group.layers.figures] or [_no_layers()]
-
-
-SHOW_COST: dict[str, tuple[str, Callable[[float | None], str]]] = {
-    "cost": ("cost", lambda value: show.NONE if value is None else f"{value:.2f}"),
-    "step_seconds": ("step", lambda value: show.scaled(value, SECONDS)),
-    "held_bytes": ("memory held", lambda value: show.scaled(value, BYTES)),
-}
-
-
-def _pareto(comparison: Comparison) -> Grid:
-    rows, trades = [], find_trades(comparison)
-    costs = find_costs(trades)
-    for trade in trades:
-        unknown = trade.quality is None or not costs or None in {trade.costs[cost] for cost in costs}
-        unknown = unknown or not comparison.better
-        alone = "shares no seed with the baseline" if not trade.is_paired else "on the front"
-        place_of = ", ".join(trade.beaten_by) or (show.NONE if unknown else alone)
-        quality = show.of_plain(trade.quality, 4) if trade.sd is None else f"{trade.quality:.4g} ± {trade.sd:.2g}"
-        rows.append((trade.label, quality, *(SHOW_COST[cost][1](trade.costs[cost]) for cost in costs), place_of))
-    note = (
-        "Beaten by: groups that are nowhere worse and somewhere better in these numbers, perhaps by chance. Quality: "
-        "the baseline's mean plus the paired difference. Time and memory: the baseline's, times the paired ratio. ±: "
-        "standard deviation over the group's own seeds. Cost: FLOPs of all steps divided by the baseline's (of older "
-        "runs: from probes). A dash: not measured, or withheld."
-    )
-    columns = ("group", comparison.metric, *(SHOW_COST[cost][0] for cost in costs), "beaten by")
-    return Grid("Quality and cost", columns, tuple(rows), note, words_last=True)
 
 
 def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:

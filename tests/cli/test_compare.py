@@ -120,7 +120,7 @@ def test_views_and_the_report_are_written(call: Cli, study: list[RunFolder], tmp
     done = call("compare", "dense", "sparse", "--html", "a.html")
     assert done.stderr == "report: a.html\n"
     assert "sparsebp compare dense sparse --html a.html" in (tmp_path / "a.html").read_text()
-    for view in (["--curves", "eval/loss", "--x", "wall_time"], ["--pareto"], ["--layers"]):
+    for view in (["--curves", "eval/loss", "--x", "wall_time"], ["--layers"]):
         done = call("compare", "dense", "sparse", *view)
         assert done.returncode == 0, done.stderr
         assert "In words" not in done.stdout
@@ -130,7 +130,7 @@ def test_views_and_the_report_are_written(call: Cli, study: list[RunFolder], tmp
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--pareto", "--layers"], "give only one of --curves, --pareto and --layers, got 2"),
+        (["--curves", "eval/loss", "--layers"], "give only one of --curves and --layers, got 2"),
         (["--x", "tokens"], "--x needs --curves METRIC"),
         (["--layers", "-o", "csv"], "-o csv prints everything: leave out --layers"),
         (["--margin", "eval/loss"], "--margin must be a number above 0"),

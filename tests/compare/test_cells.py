@@ -20,7 +20,6 @@ from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
-from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.run import RunFolder
 
 from .test_faces import draw_runs, write_card
@@ -128,7 +127,6 @@ def find_forms(group: Mapping[str, Any], base: Mapping[str, Any]) -> Forms:
 def list_faces(comparison: Comparison) -> Iterator[Face]:
     """Yield every table of the terminal. The first of the HTML page is the answer."""
     shown = [("answer", answer_grid(comparison)), *(("all", grid) for grid in grids(comparison))]
-    shown += [("pareto", grid) for grid in view_grids(comparison, View("pareto"))]
     for name, grid in shown:
         yield Face(name, grid.title, grid.columns, grid.rows, f"{grid.title} {grid.note}")
 
@@ -216,7 +214,7 @@ def test_every_cell_is_a_number_of_the_record_under_its_metric_and_kind(drawn: l
     for comparison in drawn:
         read(columns, comparison, list_faces(comparison))
     assert "\n".join(list_faults(columns)) == ""
-    assert {"answer", "all", "pareto"} == {name for name, *_ in columns.paths}
+    assert {"answer", "all"} == {name for name, *_ in columns.paths}
     assert len(columns.paths) > 30
     assert {"simultaneous", "95% interval"} <= set().union(*columns.kinds.values())
 

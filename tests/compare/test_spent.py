@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from sparsebp_cli.cli.summary import summary_rows
-from sparsebp_cli.compare import View, compare_runs, render
+from sparsebp_cli.compare import compare_runs, render
 from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.number import SECONDS, of_quartiles
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report import render_report
 from sparsebp_cli.compare.statistics import Quartiles
-from sparsebp_cli.compare.view import view_grids
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_tools.release.figure import compare_here
@@ -95,7 +94,6 @@ def test_every_output_gives_the_same_cost_whatever_the_probes_saw(make_run: Make
     said = {
         "table": cost.rows[1][2],
         "answer": answered.rows[1][answered.columns.index("cost")],
-        "pareto": view_grids(found, View("pareto"))[0].rows[1][2],
     }
     assert said == dict.fromkeys(said, "0.61")
     for text in (headline, found.groups[1].verdict, compare_here(runs[1], Plan.load(runs[1].plan_file)).verdict):

@@ -12,14 +12,13 @@ from rich.console import Console
 
 from sparsebp_cli.compare import Comparison, Question, View, compare_runs, render, table
 from sparsebp_cli.compare.figure import thin
-from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.view import view_grids
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import JournalWriter, RunFolder
 
 MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
-VIEWS = [View("curves", "train/loss", "tokens"), View("curves"), View("pareto"), View("layers")]
+VIEWS = [View("curves", "train/loss", "tokens"), View("curves"), View("layers")]
 
 
 @pytest.fixture
@@ -77,17 +76,6 @@ def test_a_curve_against_tokens_counts_them(comparison: Comparison) -> None:
     assert [row[0] for row in rows] == ["0", "10,240", "20,480"]
 
 
-def test_who_beats_whom_is_told_by_quality_time_and_memory(comparison: Comparison) -> None:
-    assert [trade.beaten_by for trade in find_trades(comparison)] == [(), (), ("dense", "fast")]
-    assert [trade.beaten_by for trade in find_trades(comparison, "held_bytes")] == [(), ("dense",), ("dense", "fast")]
-    assert [row[-1] for row in cells(comparison, View("pareto"))] == ["on the front", "on the front", "dense, fast"]
-
-
-def test_a_group_without_quality_neither_beats_nor_is_beaten(make_run: MakeRun) -> None:
-    found = compare_runs([make_run(), make_run("b", end="failed", **TOPK)])
-    assert [(trade.quality, trade.beaten_by) for trade in find_trades(found)] == [(3.0, ()), (None, ())]
-
-
 def test_more_layers_than_a_screen_holds_are_put_together_by_block(comparison: Comparison) -> None:
     rows = cells(comparison, View("layers"))
     assert [row[0] for row in rows] == [*(f"model.layers.{n}.*" for n in range(9)), "head"]
@@ -131,9 +119,3 @@ def test_a_curve_that_no_run_logged_is_refused(make_run: MakeRun) -> None:
         UsageError, match=r"^--curves must be a metric that these runs logged .*did you mean train/loss\?$"
     ):
         compare_runs([make_run()], Question(curves=("train/los",)))
-
-
-def test_a_group_without_a_number_is_neither_beaten_nor_on_the_front(make_run: MakeRun) -> None:
-    lost = make_run("lost", policy=[{"name": "topk", "keep": 0.1}], exact=False, end="failed", steps=5)
-    rows = cells(compare_runs([make_run(), lost]), View("pareto"))
-    assert [row[-1] for row in rows] == ["on the front", "-"]
