@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from sparsebp_cli.compare.cost import compare_cost, find_limit, find_relative_cost, find_step_cost, sum_flops
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.measured import Busy, Choice, Cost, Layers, Speed
+from sparsebp_cli.compare.measured import Busy, Cost, Layers, Speed
 from sparsebp_cli.compare.saving import find_saving
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, spread
 from sparsebp_cli.compare.whole import whole_median, whole_quartiles
@@ -78,7 +78,6 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         cosine=_median(runs, metric.COSINE),
         relative_error=_median(runs, metric.RELATIVE_ERROR),
         noise_ratio=_median(runs, metric.NOISE_RATIO),
-        choice=_choice(runs),
     )
 
 
@@ -106,20 +105,6 @@ def _ratio(
     runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], of: Callable[[LoadedRun], float | None]
 ) -> Difference | None:
     return paired_ratio(by_seed(runs, of), by_seed(baseline, of)) if baseline else None
-
-
-def _choice(runs: Sequence[LoadedRun]) -> Choice | None:
-    ratio = _median(runs, metric.CHOICE_COST)
-    if ratio is None:
-        return None
-    return Choice(
-        cost_ratio=ratio,
-        share=_median(runs, metric.CHOICE_SHARE),
-        unit_worth=_median(runs, metric.CHOICE_WORTH),
-        target_ess=_median(runs, metric.TARGET_ESS),
-        example_ess=_median(runs, metric.EXAMPLE_ESS),
-        row_ess=_median(runs, metric.ROW_ESS),
-    )
 
 
 def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:

@@ -210,27 +210,6 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Cost and fraction kept of a policy's step before training, and how unequal the gradients were; medians over runs.
-
-    Args:
-        cost_ratio: FLOPs of forward and backward over those of dense.
-        share: Trained units over all units from which the policy chooses; None if it chooses none.
-        unit_worth: ``cost_ratio / share``: how many dense units a kept unit must be worth.
-        target_ess: Effective sample size of the targets' gradients at the head, over their number.
-        example_ess: Effective sample size of the examples' gradients at the head, over their number.
-        row_ess: Effective sample size of the rows' gradients at a site, over their number; the median site.
-    """
-
-    cost_ratio: float
-    share: float | None
-    unit_worth: float | None
-    target_ess: float | None
-    example_ess: float | None
-    row_ess: float | None
-
-
-@dataclass(frozen=True)
 class Cost:
     """The memory and FLOPs of a step, and the fidelity of its gradient.
 
@@ -252,7 +231,6 @@ class Cost:
         cosine: Cosine of the angle between the gradient and the dense one.
         relative_error: Norm of their difference over the norm of the dense one.
         noise_ratio: Squared norm of their difference over the variance of the dense gradient over micro-batches.
-        choice: The possible gain from choosing, measured before the first step; None if no run measured it.
     """
 
     held_bytes: float | None = None
@@ -270,7 +248,6 @@ class Cost:
     cosine: float | None = None
     relative_error: float | None = None
     noise_ratio: float | None = None
-    choice: Choice | None = None
 
 
 @dataclass(frozen=True)

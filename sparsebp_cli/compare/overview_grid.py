@@ -13,14 +13,13 @@ from sparsebp_cli.compare.number import BYTES, FLOPS, NONE, SECONDS
 from sparsebp_cli.compare.published import make_grid
 from sparsebp_cli.compare.statement import Subject
 from sparsebp_cli.compare.statistics import Spread, spread
-from sparsebp_cli.plan.selection_gain import HOW_SURE
 
 MOST_CHANGED_GROUPS = 4  # columns in one table of recipe differences
 
 
 def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
-    """Return every table that has rows: differences, quality, controls, a publication's claims, speed, cost, the gain
-    of choosing, excluded runs. ``everything`` adds the examples of groups that have enough seeds, which do not fit a
+    """Return every table that has rows: differences, quality, controls, a publication's claims, speed, cost, excluded
+    runs. ``everything`` adds the examples of groups that have enough seeds, which do not fit a
     terminal."""
     tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
     tables += [] if comparison.published is None else [make_grid(comparison.published)]
@@ -30,7 +29,6 @@ def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
         _speed(comparison),
         _memory(comparison),
         _work(comparison),
-        _choice(comparison),
     ]
     tables.append(_left_out(comparison))
     return [table for table in tables if table.rows]
@@ -167,31 +165,6 @@ def _work(comparison: Comparison) -> Grid:
         "equal steps cannot make up for it."
     )
     return Grid("Backward work and fidelity of the gradient", columns, tuple(rows), note)
-
-
-def _choice(comparison: Comparison) -> Grid:
-    rows = tuple(
-        (
-            group.label,
-            show.of_share(c.cost_ratio),
-            show.of_share(c.share),
-            show.of_factor(c.unit_worth),
-            NONE if not c.unit_worth else f"{1.0 / c.unit_worth:.2f}",
-            *(NONE if ess is None else f"{ess:.2f}" for ess in (c.target_ess, c.example_ess, c.row_ess)),
-        )
-        for group in comparison.groups
-        if (c := group.cost.choice) is not None
-    )
-    columns = ("group", "first step", "trained", "worth", "pays below", "targets", "examples", "rows")
-    note = (
-        "Estimates before training. First step: FLOPs of its forward and backward divided by dense. Trained: "
-        "fraction of the units (such as examples) that the policy trains. Worth: how many dense units a trained unit "
-        "must be worth, since dense trains a smaller batch at the same cost. Targets, examples, rows: effective "
-        "sample size of the gradients divided by their number. Choosing by norm can pay only if this ratio, for the "
-        "policy's units, is below the column pays below. Then it gains at most 3 / (1 + 2 x ratio) over dense at the "
-        f"same cost ({HOW_SURE})."
-    )
-    return Grid("What choosing could gain", columns, rows, note)
 
 
 def _left_out(comparison: Comparison) -> Grid:

@@ -173,23 +173,6 @@ def test_the_test_split_is_reported_where_every_run_has_it(make_run: MakeRun) ->
     assert found.groups[1].quality.at_equal[0].quality is not None  # what goes on during training is the validation's
 
 
-def test_what_choosing_could_gain_is_a_table_where_runs_measured_it(make_run: MakeRun) -> None:
-    from sparsebp_cli.compare.overview_grid import grids
-    from sparsebp_cli.compare.report import render_report
-
-    title = "What choosing could gain"
-    assert title not in {grid.title for grid in grids(compare_runs(pair(make_run)))}
-    values = {"choice/cost_ratio": 0.5, "choice/share": 0.25, "choice/worth": 2.0, "choice/ess": 0.87}
-    found = compare_runs(pair(make_run, metrics=values | {"choice/row_ess": 0.31}))
-    (grid,) = (grid for grid in grids(found) if grid.title == title)
-    assert grid.columns[1:] == ("first step", "trained", "worth", "pays below", "targets", "examples", "rows")
-    assert [row[1:] for row in grid.rows] == [("50%", "25%", "2.00x", "0.50", "0.87", "-", "0.31")]
-    choice = found.groups[1].cost.choice
-    assert choice is not None
-    assert (choice.unit_worth, choice.example_ess, found.groups[0].cost.choice) == (2.0, None, None)
-    assert title in render_report(found)
-
-
 # Forms of products
 
 
