@@ -27,8 +27,7 @@ TABLES: tuple[tuple[str, str, Row, Callable[[int], list[Row]]], ...] = (
         "Intervals that hold the truth",
         "Wanted: 0.95. Of simultaneous intervals: all of a study at once. The difference of two "
         "runs with the same skewed noise is symmetric, so its interval holds; beside a baseline without "
-        "noise it does not, "
-        "and that is what the signed-rank remark of the verdict is for.",
+        "noise it does not.",
         ("interval", "seeds", "groups", "holds"),
         coverage,
     ),

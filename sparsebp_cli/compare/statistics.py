@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 FEWEST_PAIRS = 3  # a t interval of two pairs is 12.7 standard errors wide on each side
-FEWEST_RANKED = 6  # the smallest p of a two-sided signed-rank test is 2 / 2^n: 0.0625 at five pairs
 LEVEL = 0.95
 SAME = 1e-12  # differences that vary by less than this fraction of their size differ only by rounding
 
@@ -76,8 +75,6 @@ class Difference:
         family_high: Upper end of the simultaneous 95% interval; None without one.
         choice_error: Standard error due to tuning choices for both sides, included in all other numbers here; 0 without
             tuning.
-        rank_p: p of Wilcoxon's signed-rank test of the same pairs, which is robust to outliers; None below six pairs,
-            where it cannot be significant.
     """
 
     mean: float
@@ -93,7 +90,6 @@ class Difference:
     df: float | None = None
     family_low: float | None = None
     family_high: float | None = None
-    rank_p: float | None = None
     choice_error: float = 0.0
 
     @property
@@ -119,7 +115,7 @@ def add_choice(difference: Difference, error: float) -> Difference:
 
 def withhold_statement(difference: Difference) -> Difference:
     """Return a difference without a statement."""
-    return replace(difference, low=None, high=None, p=None, rank_p=None)
+    return replace(difference, low=None, high=None, p=None)
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -148,9 +144,7 @@ def paired_difference(group: Mapping[int, float], baseline: Mapping[int, float])
     if not shared:
         return Difference(statistics.fmean(group.values()) - statistics.fmean(baseline.values()), dropped=dropped)
     pairs = tuple((seed, group[seed] - baseline[seed]) for seed in shared)
-    differences = [difference for _, difference in pairs]
-    found = summarise(differences, dropped)
-    return replace(found, pairs=pairs, rank_p=None if found.p is None else _signed_rank(differences))
+    return replace(summarise([difference for _, difference in pairs], dropped), pairs=pairs)
 
 
 def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
@@ -165,22 +159,6 @@ def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float]) -> D
     low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
     pairs = tuple((seed, math.exp(difference)) for seed, difference in found.pairs)
     return replace(found, mean=math.exp(found.mean), low=low, high=high, pairs=pairs)
-
-
-def _signed_rank(differences: Sequence[float]) -> float | None:
-    """Return the two-sided p of F. Wilcoxon's signed-rank test (1945), exact with ties; scipy's takes 200 ms."""
-    import numpy as np
-    from scipy import stats
-
-    values = np.array([difference for difference in differences if difference])
-    if len(values) < FEWEST_RANKED:
-        return None
-    ranks = np.rint(2 * stats.rankdata(np.abs(values))).astype(int)  # ties have half ranks
-    chances = np.ones(1)  # chance of each sum of the ranks with a positive sign, if both signs are equally likely
-    for rank in ranks:
-        chances = 0.5 * (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0)))
-    found = int(ranks[values > 0].sum())
-    return float(min(1.0, 2 * min(chances[: found + 1].sum(), chances[found:].sum())))
 
 
 def summarise(differences: Sequence[float], dropped: tuple[int, ...] = ()) -> Difference:

@@ -12,7 +12,7 @@ from sparsebp_cli.compare.margin import NotWorse
 from sparsebp_cli.compare.measured import Cost, ExampleDifference, Quality, Speed, Unequal
 from sparsebp_cli.compare.number import of_factor
 from sparsebp_cli.compare.question import Way
-from sparsebp_cli.compare.statement import LEVEL, Number, Outcome, Statement, Subject, is_shown
+from sparsebp_cli.compare.statement import Number, Outcome, Statement, Subject, is_shown
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference
 from sparsebp_cli.run import metric as names
 
@@ -104,7 +104,7 @@ def _quality(quality: Quality, metric: str, way: Way, doubts: Doubts) -> list[St
     else:
         outcome = _judge(difference, quality.not_worse, way)
         outcome = "differs" if outcome in {"lower", "higher"} else outcome  # the better direction is unknown
-        numbers = (number, *_margin_numbers(number, quality.not_worse, way), *_rank_numbers(difference))
+        numbers = (number, *_margin_numbers(number, quality.not_worse, way))
         main, rest = Statement(outcome, "quality", numbers, reasons), []
     if doubts.diverged_alone and main.outcome in {"better", "equal within the margin", way}:
         # A diverged run is worse than any other, so the remaining seeds cannot show a gain.
@@ -154,13 +154,6 @@ def _margin_numbers(number: Number, margin: NotWorse | None, way: Way) -> tuple[
         return found
     word = "worse by" if (number.value > 0) == (way == "lower") else "better by"
     return (*found, Number(word, abs(number.value)))
-
-
-def _rank_numbers(difference: Difference) -> tuple[Number, ...]:
-    """Return the rank test's p if it disagrees: then a few pairs may decide the mean."""
-    if difference.rank_p is None or difference.p is None or (difference.p < LEVEL) == (difference.rank_p < LEVEL):
-        return ()
-    return (Number("signed-rank p", difference.rank_p), Number("p alone", difference.p))
 
 
 def _examples(quality: Quality) -> list[Statement]:

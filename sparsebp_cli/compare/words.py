@@ -55,7 +55,7 @@ def say(statement: Statement) -> str:
 def _quality(statement: Statement) -> str:
     if not statement.numbers:
         return f"{statement.reasons[0]}: no statement about quality" if statement.reasons else "no quality to compare"
-    return ", ".join([*statement.reasons, _level(statement, f" ({_describe_interval(statement)}{_ranks(statement)})")])
+    return ", ".join([*statement.reasons, _level(statement, f" ({_describe_interval(statement)})")])
 
 
 def _level(statement: Statement, inside: str) -> str:  # noqa: PLR0911 - one sentence an outcome
@@ -107,13 +107,6 @@ def _describe_interval(statement: Statement) -> str:
     kind = "simultaneous 95% interval" if number.simultaneous else "95% interval"
     p = f"p = {number.p:.2g}, " if number.p is not None and 0.0 in {number.low, number.high} else ""
     return f"{kind} {show_ends(number.low, number.high)}, {p}{number.count} seeds"
-
-
-def _ranks(statement: Statement) -> str:
-    rank, plain = statement.number("signed-rank p"), statement.number("p alone")
-    if rank is None or plain is None:
-        return ""
-    return f"; a signed-rank test disagrees, p = {rank.value:.2g} against {plain.value:.2g}"
 
 
 def _examples(statement: Statement) -> str:
