@@ -33,7 +33,6 @@ class ComparisonFormat(StrEnum):
 
     TABLE = "table"
     JSON = "json"
-    CSV = "csv"
     MD = "md"
 
 
@@ -270,7 +269,7 @@ def _view(curves: str | None, x: Axis, layers: bool, output: ComparisonFormat) -
         raise UsageError(f"give only one of --curves and --layers, got {len(kinds)}")
     if x is not Axis.STEP and curves is None:
         raise UsageError("--x needs --curves METRIC")
-    if kinds not in ([], ["curves"]) and output in {ComparisonFormat.JSON, ComparisonFormat.CSV}:
+    if kinds not in ([], ["curves"]) and output is ComparisonFormat.JSON:
         raise UsageError(f"-o {output} prints everything: leave out --{kinds[0]}")
     return View(kinds[0] if kinds else "overview", curves, x.value)
 

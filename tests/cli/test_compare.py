@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import shutil
 from pathlib import Path
@@ -132,7 +130,6 @@ def test_views_and_the_report_are_written(call: Cli, study: list[RunFolder], tmp
     [
         (["--curves", "eval/loss", "--layers"], "give only one of --curves and --layers, got 2"),
         (["--x", "tokens"], "--x needs --curves METRIC"),
-        (["--layers", "-o", "csv"], "-o csv prints everything: leave out --layers"),
         (["--margin", "eval/loss"], "--margin must be a number above 0"),
         (["--margin", "eval/loss=1", "--metric", "train/loss"], "--margin names eval/loss, but --metric is train/loss"),
         (["--curves", "eval/los"], "--curves must be a metric that these runs logged"),
@@ -147,12 +144,6 @@ def test_wrong_options_are_answered_in_one_line(
     assert done.stderr.startswith(f"error: {says}")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
-
-
-def test_csv_has_the_curve_that_was_asked_for(call: Cli, study: list[RunFolder]) -> None:
-    done = call("compare", "dense", "-o", "csv", "--curves", "train/loss")
-    figures = {row["figure"] for row in csv.DictReader(io.StringIO(done.stdout))}
-    assert {"curve.eval/loss.4", "curve.train/loss.3", "quality.final.mean"} <= figures
 
 
 def test_whoever_chooses_runs_by_how_they_ended_is_told_so(call: Cli, study: list[RunFolder]) -> None:

@@ -1,8 +1,7 @@
-"""What a comparison looks like: for people in 100 columns, for machines as JSON and CSV, in documents."""
+"""What a comparison looks like: for people in 100 columns, for machines as JSON, in documents."""
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections import Counter
@@ -136,17 +135,6 @@ def test_json_is_what_the_committed_schema_says(comparison: Comparison, make_run
     assert not accepts(schema, found | {"runs": [{}]})
 
 
-def test_csv_is_long_with_one_number_a_line(comparison: Comparison) -> None:
-    rows = list(csv.DictReader(io.StringIO(render(comparison, "csv"))))
-    cells = {(row["label"], row["run"], row["figure"]): row["value"] for row in rows}
-    assert float(cells["topk-rows", "", "quality.difference.low"]) == pytest.approx(0.0898, abs=1e-4)
-    assert cells["dense", "", "quality.difference"] == ""
-    run = next(run for run in comparison.runs if run.label == "topk-rows")
-    assert float(cells["topk-rows", run.run_id, "quality"]) == run.quality
-    assert {row["level"] for row in rows} == {"group", "run"}
-    assert all(None not in row and None not in row.values() for row in rows)
-
-
 def test_markdown_tables_have_as_many_cells_in_every_row(comparison: Comparison) -> None:
     text = render(comparison, "md")
     blocks = [block for part in text.split("\n\n") if (block := part.strip()).startswith("|")]
@@ -158,7 +146,7 @@ def test_markdown_tables_have_as_many_cells_in_every_row(comparison: Comparison)
 
 
 def test_an_unknown_format_is_refused_in_one_line(comparison: Comparison) -> None:
-    with pytest.raises(UsageError, match=r"^the format must be one of json, csv, md, got 'jsn'; did you mean json\?$"):
+    with pytest.raises(UsageError, match=r"^the format must be one of json, md, got 'jsn'; did you mean json\?$"):
         render(comparison, "jsn")
 
 
