@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
-    from sparsebp_cli.compare.view import Kind as ViewKind
 
 
 class ComparisonFormat(StrEnum):
@@ -108,12 +107,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ] = None,
     x: Annotated[Axis, typer.Option(help="With --curves: what the x axis shows.", rich_help_panel=SHOW)] = Axis.STEP,
-    layers: Annotated[
-        bool,
-        typer.Option(
-            "--layers", help="Show only the fraction kept and the gradient error of each layer.", rich_help_panel=SHOW
-        ),
-    ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every table, with an explanation of its columns.", rich_help_panel=SHOW)
     ] = False,
@@ -128,7 +121,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Compare runs: quality, step time, cost and memory."""
     from sparsebp_cli.compare import check, compare_runs, find_outcomes, write_report
 
-    view = _view(curves, x, layers, output)
+    view = _view(curves, x)
     question = replace(
         _question(metric, baseline, margin, reach, curves, whole=html is not None),
         better=better.value if better else "",
@@ -257,21 +250,12 @@ def _question(
     return Question(baseline, metric or named, allowed, reach, tuple(wanted))
 
 
-def _view(curves: str | None, x: Axis, layers: bool, output: ComparisonFormat) -> View:
+def _view(curves: str | None, x: Axis) -> View:
     from sparsebp_cli.compare import View
 
-    chosen: dict[ViewKind, bool] = {
-        "curves": curves is not None,
-        "layers": layers,
-    }
-    kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
-    if len(kinds) > 1:
-        raise UsageError(f"give only one of --curves and --layers, got {len(kinds)}")
     if x is not Axis.STEP and curves is None:
         raise UsageError("--x needs --curves METRIC")
-    if kinds not in ([], ["curves"]) and output is ComparisonFormat.JSON:
-        raise UsageError(f"-o {output} prints everything: leave out --{kinds[0]}")
-    return View(kinds[0] if kinds else "overview", curves, x.value)
+    return View("overview" if curves is None else "curves", curves, x.value)
 
 
 def _print(comparison: Comparison, output: ComparisonFormat, view: View, *, everything: bool) -> None:

@@ -1,25 +1,18 @@
-"""Make single views of a comparison as tables for the terminal: curves or layers."""
+"""Make the curves of a comparison as tables for the terminal."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
-from statistics import fmean
 from typing import Literal
 
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Group
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import Point
-from sparsebp_cli.compare.measured import Layers
 from sparsebp_cli.compare.statistics import spread
 
 MOST_ROWS = 12
-MOST_LAYERS = 40
-SHADES = " ░▒▓█"
-Kind = Literal["overview", "curves", "layers"]
+Kind = Literal["overview", "curves"]
 Along = Literal["step", "tokens", "cost", "wall_time"]
 
 
@@ -34,11 +27,7 @@ class View:
 
 def view_grids(comparison: Comparison, view: View) -> list[Grid]:
     """Return the tables of a view other than the overview. A table without rows means that nothing was measured."""
-    match view.kind:
-        case "curves":
-            return [_curves(comparison, view.metric or comparison.course, view.along)]
-        case _:
-            return [_layers(group) for group in comparison.groups if group.layers.figures] or [_no_layers()]
+    return [_curves(comparison, view.metric or comparison.course, view.along)]
 
 
 def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
@@ -99,52 +88,3 @@ def _values_at(lines: list[Line], at: float) -> list[float]:
         if before and line[-1][0] >= 0.95 * at:  # leave out runs that ended before
             found.append(before[-1])
     return found
-
-
-def _layers(group: Group) -> Grid:
-    layers = group.layers if len(group.layers.names) <= MOST_LAYERS else _by_block(group.layers)
-    rows = []
-    for number, name in enumerate(layers.names[:MOST_LAYERS]):
-        cells = [name]
-        for figure in ("kept_share", "cosine"):
-            row = layers.figures[figure][number] if figure in layers.figures else ()
-            known = [cell for cell in row if cell is not None]
-            cells += [show.of_plain(fmean(known), 2) if known else show.NONE, _shade(row)]
-        rows.append(tuple(cells))
-    steps = f"steps {layers.steps[0]} to {layers.steps[-1]}" if layers.steps else "no steps"
-    note = f"Mean over {steps}, and each step as a shade from 0 (empty) to 1 (full)."
-    if len(layers.names) > MOST_LAYERS:
-        note += f" {len(layers.names) - MOST_LAYERS} more are in -o json and in pictures."
-    columns = ("layer", "kept", "over steps", "cosine", "over steps ")
-    return Grid(f"Layers of {group.label}", columns, tuple(rows), note)
-
-
-def _by_block(layers: Layers) -> Layers:
-    """Merge layers that share the path up to the first number into one row, if a screen cannot hold all."""
-    blocks: dict[str, list[int]] = {}
-    for place_of, name in enumerate(layers.names):
-        match = re.match(r"(.*?\d+)(?:\.|$)", name)
-        blocks.setdefault(f"{match[1]}.*" if match else name, []).append(place_of)
-    figures = {
-        figure: tuple(
-            tuple(_mean([rows[i][step] for i in places]) for step in range(len(layers.steps)))
-            for places in blocks.values()
-        )
-        for figure, rows in layers.figures.items()
-    }
-    return Layers(layers.steps, tuple(blocks), figures)
-
-
-def _mean(cells: Sequence[float | None]) -> float | None:
-    known = [cell for cell in cells if cell is not None]
-    return fmean(known) if known else None
-
-
-def _shade(row: Sequence[float | None]) -> str:
-    thinned = row if len(row) <= 24 else [row[round(i * (len(row) - 1) / 23)] for i in range(24)]
-    return "".join("·" if c is None else SHADES[ceil(min(1.0, max(0.0, c)) * (len(SHADES) - 1))] for c in thinned)
-
-
-def _no_layers() -> Grid:
-    note = "None of these runs recorded its layers."
-    return Grid("Layers", ("layer",), (), note)

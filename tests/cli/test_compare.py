@@ -118,7 +118,7 @@ def test_views_and_the_report_are_written(call: Cli, study: list[RunFolder], tmp
     done = call("compare", "dense", "sparse", "--html", "a.html")
     assert done.stderr == "report: a.html\n"
     assert "sparsebp compare dense sparse --html a.html" in (tmp_path / "a.html").read_text()
-    for view in (["--curves", "eval/loss", "--x", "wall_time"], ["--layers"]):
+    for view in (["--curves", "eval/loss", "--x", "wall_time"],):
         done = call("compare", "dense", "sparse", *view)
         assert done.returncode == 0, done.stderr
         assert "In words" not in done.stdout
@@ -128,7 +128,6 @@ def test_views_and_the_report_are_written(call: Cli, study: list[RunFolder], tmp
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--curves", "eval/loss", "--layers"], "give only one of --curves and --layers, got 2"),
         (["--x", "tokens"], "--x needs --curves METRIC"),
         (["--margin", "eval/loss"], "--margin must be a number above 0"),
         (["--margin", "eval/loss=1", "--metric", "train/loss"], "--margin names eval/loss, but --metric is train/loss"),

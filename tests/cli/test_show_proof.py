@@ -1,4 +1,4 @@
-"""What `show` tells of a run's proof and fidelity, and the picture of its layers."""
+"""What `show` tells of a run's proof and fidelity."""
 
 from __future__ import annotations
 

@@ -14,16 +14,16 @@ from sparsebp_cli.compare import Comparison, Question, View, compare_runs, rende
 from sparsebp_cli.compare.figure import thin
 from sparsebp_cli.compare.view import view_grids
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.run import RunFolder
 
 MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
-VIEWS = [View("curves", "train/loss", "tokens"), View("curves"), View("layers")]
+VIEWS = [View("curves", "train/loss", "tokens"), View("curves")]
 
 
 @pytest.fixture
 def comparison(make_run: MakeRun) -> Comparison:
-    """Dense, a policy that is faster and worse, and one that is slower and worse; the first has layers."""
+    """Dense, a policy that is faster and worse, and one that is slower and worse."""
     facts = {"tokens_per_step": 1024}
     slow: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.5}], "exact": False}
     runs = []
@@ -33,15 +33,6 @@ def comparison(make_run: MakeRun) -> Comparison:
         ("slow", 3.4, 0.3, slow),
     ):
         runs += [make_run(name, s, loss=loss + s / 10, seconds=seconds, facts=facts, **options) for s in range(3)]
-    for run in runs[3:6]:
-        with JournalWriter(run.path) as journal:
-            for step in (5, 10):
-                values = {
-                    f"model.layers.{n}.{part}": {"kept_share": 0.1 * n, "cosine": None}
-                    for n in range(9)
-                    for part in "abcdefg"
-                }
-                journal.write("layers", step=step, values=values | {"head": {"cosine": -0.5}})
     return compare_runs(runs, Question(curves=("train/loss",)))
 
 
@@ -74,18 +65,6 @@ def test_a_long_curve_is_thinned_to_what_a_screen_shows(comparison: Comparison) 
 def test_a_curve_against_tokens_counts_them(comparison: Comparison) -> None:
     rows = cells(comparison, View("curves", along="tokens"))
     assert [row[0] for row in rows] == ["0", "10,240", "20,480"]
-
-
-def test_more_layers_than_a_screen_holds_are_put_together_by_block(comparison: Comparison) -> None:
-    rows = cells(comparison, View("layers"))
-    assert [row[0] for row in rows] == [*(f"model.layers.{n}.*" for n in range(9)), "head"]
-    assert rows[0] == ("model.layers.0.*", "0", "  ", "-", "··")
-    assert rows[1][1:3] == ("0.1", "░░")
-    assert rows[-1] == ("head", "-", "··", "-0.5", "  ")
-
-
-def test_runs_without_layers_are_said_to_have_none(make_run: MakeRun) -> None:
-    assert view_grids(compare_runs([make_run()]), View("layers"))[0].note == "None of these runs recorded its layers."
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.kind}-{view.along}")

@@ -63,10 +63,7 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
             environment_grid(comparison),
         ]
     )
-    numbers = {
-        "curves": _filled(grid for name in curves for grid in view_grids(comparison, View("curves", name))),
-        "layers": _filled(view_grids(comparison, View("layers"))),
-    }
+    curve_grids = _filled(grid for name in curves for grid in view_grids(comparison, View("curves", name)))
     missing = _missing_controls(comparison)
     return render(
         __package__,
@@ -82,16 +79,16 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
         num_simultaneous=next((family.statements for family in comparison.families if family.name == CLAIMS), 0),
         withheld_note=_describe_withheld(comparison),
         has_layers=any(group.layers.figures for group in comparison.groups),
-        numbers=numbers,
+        curve_grids=curve_grids,
         grids=page_grids,
-        contents=_list_contents(comparison, page_grids, numbers, bool(missing)),
+        contents=_list_contents(comparison, page_grids, has_numbers=bool(curve_grids), has_missing=bool(missing)),
         appendix=make_appendix(comparison, command),
         data=Markup(data.replace("<", "\\u003c")),  # a "</script>" inside the data would end the script element
     )
 
 
 def _list_contents(
-    comparison: Comparison, grids: list[Grid], numbers: dict[str, list[Grid]], has_missing: bool
+    comparison: Comparison, grids: list[Grid], *, has_numbers: bool, has_missing: bool
 ) -> list[tuple[str, str]]:
     """Return anchor and title of every folded section of the page, in its order."""
     groups = comparison.groups
@@ -104,7 +101,7 @@ def _list_contents(
     }
     found = [part for part, is_there in parts.items() if is_there]
     found += [(f"table-{number}", grid.title) for number, grid in enumerate(grids, start=1)]
-    found += [(f"numbers-{name}", f"The {name} in numbers") for name, some in numbers.items() if some]
+    found += [("numbers-curves", "The curves in numbers")] if has_numbers else []
     return [*found, ("again", "How to make it again")]
 
 
