@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
+    from sparsebp_cli.compare.grid import Grid
 
 
 class ComparisonFormat(StrEnum):
@@ -126,18 +127,18 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         _question(metric, baseline, margin, reach, curves, whole=html is not None),
         better=better.value if better else "",
     )
-    tuning: Sequence[Any] = ()
+    found: Any = None
     if study is None and runs and len(runs) == 1 and _names_study(runs[0], place):
         study, runs = runs[0].removeprefix("@"), None
     if study is None:
         chosen, left_out = find_runs(runs or [], where, place)
     else:
-        if runs or where is not None:
-            raise UsageError("--study selects the runs: leave out names and --where")
-        found = find_studies("--study").select(study, None if place is None else find_folder(place))
-        chosen, tuning, left_out = list(found.runs), found.tuning, list(found.warnings)
-        question = replace(question, **found.terms, paper=found.paper)
+        found = _select_study(study, runs, where, place)
+        chosen, left_out = list(found.runs), list(found.warnings)
+        question = replace(question, **found.terms)
     comparison = compare_runs(chosen, question)
+    tuning: Sequence[Any] = () if found is None else found.tuning
+    claims: Sequence[Grid] = () if found is None else found.make_claims(comparison)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):
         warning = f"--where selects runs by outcome ({', '.join(outcomes)}): the numbers here leave out the other runs"
@@ -147,8 +148,8 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     if html is not None:
         command = shlex.join(["sparsebp", *sys.argv[1:]])
         grids = find_studies("--study").make_tuning_grids(tuning) if tuning else ()
-        write_report(comparison, html, command, grids)
-    _print(comparison, output, view, everything=everything)
+        write_report(comparison, html, command, [*claims, *grids])
+    _print(comparison, output, view, claims, everything=everything)
     if tuning and everything and output is ComparisonFormat.TABLE:
         console().print(_tabulate(tuning))
     if html is not None:
@@ -216,6 +217,14 @@ def find_one_in(place: str, word: str) -> RunFolder:
     return choose(local_candidates(find_folder(place)), [word], None, place)[-1].folder
 
 
+def _select_study(study: str, runs: list[str] | None, where: str | None, place: str | None) -> Any:
+    """Read the runs of a study from ``place``, or from this machine. Raise ``UsageError`` if something else selects
+    runs, too."""
+    if runs or where is not None:
+        raise UsageError("--study selects the runs: leave out names and --where")
+    return find_studies("--study").select(study, None if place is None else find_folder(place))
+
+
 def _names_study(word: str, place: str | None) -> bool:
     """Return whether ``@WORD`` is a study of this machine, or of the archive that ``--from`` names."""
     return word.startswith("@") and find_study(word, None if place is None else find_folder(place)) is not None
@@ -258,15 +267,17 @@ def _view(curves: str | None, x: Axis) -> View:
     return View("overview" if curves is None else "curves", curves, x.value)
 
 
-def _print(comparison: Comparison, output: ComparisonFormat, view: View, *, everything: bool) -> None:
+def _print(
+    comparison: Comparison, output: ComparisonFormat, view: View, more: Sequence[Grid], *, everything: bool
+) -> None:
     from sparsebp_cli.compare import answer, render, table
 
     def show(found: Comparison) -> None:
         if output is not ComparisonFormat.TABLE:
-            print_line(render(found, output.value, view).rstrip("\n"))
+            print_line(render(found, output.value, view, more).rstrip("\n"))
         elif everything or view.kind != "overview":
             # keep commands whole, for copying
-            console().print(*table(found, view, explained=everything), sep="\n", crop=False)
+            console().print(*table(found, view, explained=everything, more=more), sep="\n", crop=False)
         else:
             notes = [f"warning: {text}" for text in found.warnings]
             notes += [f"left out: {run.run_id} ({run.label}): {run.reason}" for run in found.runs if not run.counts]

@@ -32,7 +32,6 @@ from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun, Point
 from sparsebp_cli.compare.margin import NotWorse, decide_all, withhold
 from sparsebp_cli.compare.measured import Quality, Reach
-from sparsebp_cli.compare.published import Published, hold_beside
 from sparsebp_cli.compare.question import (
     Members,
     Question,
@@ -129,20 +128,7 @@ class _Builder:
                 *self._repeat_warnings(),
                 *find_warnings(self.loaded, groups, self.metric),
             ),
-            published=self._hold_beside(groups),
         )
-
-    def _hold_beside(self, groups: Sequence[Group]) -> Published | None:
-        """Measure the claims of a study's publication. Its variants are named like the runs."""
-        if self.question.paper is None:
-            return None
-        names = {g.group: self.members[g.group][-1].name for g in groups}
-        counted: dict[str, list[LoadedRun]] = {}
-        for group, name in names.items():
-            counted.setdefault(name, []).extend(self.counted[group])
-        labels = {name: self.labels[group] for group, name in names.items()}
-        withheld = [names[g.group] for g in groups if g.speed.withheld and g.speed.step is None]
-        return hold_beside(self.question.paper, counted, labels, withheld)
 
     def _exclude(self, run: LoadedRun) -> Exclusion | None:
         """Return why a run does not count in its group; None if it counts."""

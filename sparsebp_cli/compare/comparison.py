@@ -13,7 +13,6 @@ from typing import Literal
 from sparsebp_cli.compare.family import Family
 from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Cost, Layers, Quality, Speed
-from sparsebp_cli.compare.published import Published
 from sparsebp_cli.compare.statement import Statement, Subject, find_statement
 from sparsebp_cli.compare.statistics import Difference
 
@@ -227,7 +226,6 @@ class Comparison:
         confounds: See :class:`Confound`.
         families: Statements that are corrected together. The chance of any false one in a family is at most 5%.
         warnings: One line each.
-        published: A publication's numbers beside the measured ones, for a study that names one; else None.
     """
 
     schema: Literal[6]
@@ -244,7 +242,6 @@ class Comparison:
     confounds: tuple[Confound, ...]
     families: tuple[Family, ...]
     warnings: tuple[str, ...]
-    published: Published | None = None
 
     @property
     def shared_seeds(self) -> tuple[int, ...]:

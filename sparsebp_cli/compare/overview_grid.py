@@ -10,7 +10,6 @@ from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.control import WORDS
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.number import BYTES, FLOPS, NONE, SECONDS
-from sparsebp_cli.compare.published import make_grid
 from sparsebp_cli.compare.statement import Subject
 from sparsebp_cli.compare.statistics import Spread, spread
 
@@ -18,11 +17,10 @@ MOST_CHANGED_GROUPS = 4  # columns in one table of recipe differences
 
 
 def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
-    """Return every table that has rows: differences, quality, controls, a publication's claims, speed, cost, excluded
+    """Return every table that has rows: differences, quality, controls, speed, cost, excluded
     runs. ``everything`` adds the examples of groups that have enough seeds, which do not fit a
     terminal."""
     tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
-    tables += [] if comparison.published is None else [make_grid(comparison.published)]
     spent = _spent(comparison)
     tables += [
         *([spent] if spent.rows else []),

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.published import Paper
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.metric import METRICS, Metric, find_known
@@ -51,7 +50,6 @@ class Question:
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     tuned_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # run name to the variants that tuned it
     is_complete: bool = True  # whether all planned runs exist; without them there is no statement on quality
-    paper: Paper | None = None  # for a study: the publication whose numbers are shown
 
 
 def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:

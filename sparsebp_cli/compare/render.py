@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.cells import cell_len
@@ -21,20 +22,26 @@ from sparsebp_cli.errors import UsageError, did_you_mean
 FORMATS = ("json", "md")
 
 
-def render(comparison: Comparison, format: str, view: View | None = None) -> str:  # noqa: A002 - the option's own name
+def render(
+    comparison: Comparison,
+    format: str,  # noqa: A002 - the option's own name
+    view: View | None = None,
+    more: Sequence[Grid] = (),
+) -> str:
     """Return a comparison as ``json`` (everything, with ``schema``) or ``md``. ``view`` restricts ``md``; None means
-    everything. The text ends with a line break. Raise ``UsageError`` for another format."""
+    everything. ``more`` are additional tables of ``md``. The text ends with a line break. Raise ``UsageError`` for
+    another format."""
     if format == "json":
         return json.dumps(asdict(comparison), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     if format == "md":
-        return _to_markdown(comparison, view or View())
+        return _to_markdown(comparison, view or View(), more)
     raise UsageError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}")
 
 
-def _to_markdown(comparison: Comparison, view: View) -> str:
+def _to_markdown(comparison: Comparison, view: View, more: Sequence[Grid]) -> str:
     lines: list[str] = []
     whole = view.kind == "overview"
-    for grid in grids(comparison) if whole else view_grids(comparison, view):
+    for grid in [*grids(comparison), *more] if whole else view_grids(comparison, view):
         rule = ["---" if number < grid.aside else "--:" for number in range(len(grid.columns))]
         lines += [f"### {_cell(grid.title)}", "", _row(grid.columns), _row(rule)]
         lines += [_row(_embolden(grid, place)) for place in range(len(grid.rows))]
@@ -75,12 +82,14 @@ def answer(comparison: Comparison) -> list[RenderableType]:
     return [*said, _Fitting(answer_grid(comparison), is_short=True)]
 
 
-def table(comparison: Comparison, view: View | None = None, *, explained: bool = True) -> list[RenderableType]:
+def table(
+    comparison: Comparison, view: View | None = None, *, explained: bool = True, more: Sequence[Grid] = ()
+) -> list[RenderableType]:
     """Return tables, then warnings, then a verdict for each group; for a single view only its tables. ``explained``
-    adds the meaning of the columns."""
+    adds the meaning of the columns. ``more`` are additional tables of the whole."""
     parts: list[RenderableType] = []
     whole = view is None or view.kind == "overview"
-    for grid in grids(comparison) if view is None or whole else view_grids(comparison, view):
+    for grid in [*grids(comparison), *more] if view is None or whole else view_grids(comparison, view):
         parts.append(_Fitting(grid))
         if grid.note and (explained or not grid.rows):
             parts.append(Text(grid.note, style="dim"))

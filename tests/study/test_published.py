@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.published import Paper, PaperClaim, hold_beside, make_grid
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.recipe.loader import load_recipe
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run.series import add_together
 from sparsebp_lab.study.loader import load_study
 from sparsebp_lab.study.place import move
+from sparsebp_lab.study.published import Paper, PaperClaim, hold_beside, make_grid
 
 from .conftest import Cli, Write
 
@@ -206,9 +206,6 @@ def test_every_face_has_claimed_beside_measured_and_a_scaled_study_claims_nothin
     page = (tmp_path / "r.html").read_text()
     assert "Claimed beside measured" in page
     assert "table 2" in page
-    (loss, flops) = json.loads(cli("compare", "--study", "table", "-o", "json").stdout)["published"]["numbers"]
-    assert (loss["claimed"], loss["measured"]["n"], loss["where"]) == (3.5, 3, "table 1")
-    assert flops["difference"] == pytest.approx(0.1)
 
     assert cli("archive", "@table", "--to", "table.tar.gz").returncode == 0
     again = cli("compare", "--study", "table", "--from", "table.tar.gz", "-o", "md").stdout
@@ -217,9 +214,6 @@ def test_every_face_has_claimed_beside_measured_and_a_scaled_study_claims_nothin
     done = cli("study", file, "--scaled")
     assert done.returncode == 0, done.stderr
     assert "next: sparsebp compare --study table-scaled" in done.stdout
-    small = json.loads(cli("compare", "--study", "table-scaled", "-o", "json").stdout)["published"]
-    assert small["scaled"][0] == "model.name=small"
-    assert [number["difference"] for number in small["numbers"]] == [None, None]
     text = " ".join(cli("compare", "@table-scaled", "--all").stdout.split())
     assert "Scaled: these runs have another setting, model.name=small, dataset.name=few" in text
     assert (

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparsebp_cli.compare.published import Paper, PaperClaim
 from sparsebp_cli.errors import RecipeError, did_you_mean
 from sparsebp_cli.policy.error_text import describe_kind
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
@@ -22,6 +21,7 @@ from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.loader import expand_shorthand, lay_over, read_text
 from sparsebp_cli.recipe.override import set_value
 from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_lab.study.published import Paper, PaperClaim
 from sparsebp_lab.study.scale import describe_scale, find_prefix, find_wrong_scale, read_base, scale_down
 from sparsebp_lab.study.schema import FIXED_KEYS, NO_RESULT, STEPS_KEY, RangeSection, Study
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sparsebp_cli.compare import Comparison
+from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.published import Paper
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.run.metric import EVAL_ACCURACY, EVAL_LOSS, TEST_ACCURACY, TEST_LOSS
 from sparsebp_lab.study.choice import FEWEST_SEEDS, find_choice_errors
+from sparsebp_lab.study.published import Paper, hold_beside_comparison, make_grid
 from sparsebp_lab.study.record import Listed, StudyRecord
 
 ENOUGH_SEEDS = 3  # tuning seeds for statements on methods; benchmarks/tuning.py simulated three
@@ -51,6 +53,11 @@ class StudySelection:
     def terms(self) -> dict[str, Any]:
         """The study's arguments of a comparison."""
         return {"choice": self.choice, "tuned_by": self.tuned_by, "is_complete": self.is_complete}
+
+    def make_claims(self, comparison: Comparison) -> list[Grid]:
+        """Return the table of the publication's numbers beside those of the comparison of these runs; none without a
+        publication."""
+        return [] if self.paper is None else [make_grid(hold_beside_comparison(self.paper, comparison, self.runs))]
 
 
 @dataclass(frozen=True)

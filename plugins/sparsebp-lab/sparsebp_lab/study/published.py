@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sparsebp_cli.compare import Comparison
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import LoadedRun
@@ -142,6 +143,20 @@ def _find_reducer(metric: str) -> Callable[[LoadedRun, str], float | None]:
 
 def _over(reduce: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
     return reduce(values) if values else None
+
+
+def hold_beside_comparison(paper: Paper, comparison: Comparison, runs: Sequence[LoadedRun]) -> Published:
+    """Measure what a paper claims, over the runs of a study that count in their comparison. A run has the name of its
+    variant."""
+    counting = {run.run_id: run.label for run in comparison.runs if run.counts}
+    counted: dict[str, list[LoadedRun]] = {run.name: [] for run in runs}
+    for run in runs:
+        if run.run_id in counting:
+            counted[run.name].append(run)
+    of_run = {run.run_id: run.label for run in comparison.runs}
+    labels = {run.name: of_run[run.run_id] for run in runs}
+    untimed = {group.label for group in comparison.groups if group.speed.withheld and group.speed.step is None}
+    return hold_beside(paper, counted, labels, [name for name, label in labels.items() if label in untimed])
 
 
 def make_grid(published: Published) -> Grid:
