@@ -39,20 +39,15 @@ def of_spread(value: Spread | None, digits: int = 4) -> str:
     return f"{value.mean:.{places}f} ± {value.sd:.{places}f} ({value.n})"
 
 
-def split_difference(value: Difference | None) -> tuple[str, str]:
-    """Return ``+0.050`` and ``[+0.031, +0.069]``; an empty interval if there is none."""
-    if value is None:
-        return NONE, ""
-    low, high = value.shown
-    if low is None or high is None:
-        return f"{value.mean:+.3g}", ""
-    mean, first, last = _alike(low, high, value.mean, low, high)
-    return mean, f"[{first}, {last}]"
-
-
 def of_difference(value: Difference | None) -> str:
     """Return ``+0.050 [+0.031, +0.069]``; without an interval if there is none."""
-    return " ".join(filter(None, split_difference(value)))
+    if value is None:
+        return NONE
+    low, high = value.shown
+    if low is None or high is None:
+        return f"{value.mean:+.3g}"
+    mean, first, last = _alike(low, high, value.mean, low, high)
+    return f"{mean} [{first}, {last}]"
 
 
 def show_ends(low: float | None, high: float | None) -> str:
@@ -118,26 +113,15 @@ def of_ratio(value: Difference | None) -> str:
     return NONE if value is None else show_ratio(value.mean, *value.shown)
 
 
-def split_change(value: Difference | None) -> tuple[str, str]:
-    """Return a ratio as ``-18.4 %`` and ``[-19.6, -17.1]``; an empty interval if there is none."""
-    if value is None:
-        return NONE, ""
-    return _split_ratio(value.mean, *value.shown)
-
-
 def of_change(value: Difference | None) -> str:
     """Return a ratio as ``-18.4 % [-19.6, -17.1]``; without an interval if there is none."""
-    return " ".join(filter(None, split_change(value)))
+    return NONE if value is None else show_change(value.mean, *value.shown)
 
 
 def show_change(mean: float, low: float | None, high: float | None) -> str:
     """Return a ratio and the ends of its interval, like :func:`of_change`."""
-    return " ".join(filter(None, _split_ratio(mean, low, high)))
-
-
-def _split_ratio(*ratio: float | None) -> tuple[str, str]:
-    mean, low, high = (None if x is None else f"{100 * (x - 1.0):+.1f}" for x in ratio)
-    return f"{mean} %", "" if low is None or high is None else f"[{low}, {high}]"
+    change, *ends = (None if x is None else f"{100 * (x - 1.0):+.1f}" for x in (mean, low, high))
+    return f"{change} %" + ("" if None in ends else f" [{ends[0]}, {ends[1]}]")
 
 
 def of_p(value: Difference | None) -> str:
