@@ -15,15 +15,13 @@ import typer
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_metric, complete_run, complete_study
 from sparsebp_cli.cli.exit_code import CHECK_FAILED
-from sparsebp_cli.cli.screen import console, make_table, print_line, print_screenful
+from sparsebp_cli.cli.screen import console, print_line, print_screenful
 from sparsebp_cli.cli.stored_run import find_studies, find_study
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.run.visible import mask
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
     from sparsebp_cli.compare.grid import Grid
 
@@ -137,21 +135,17 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         chosen, left_out = list(found.runs), list(found.warnings)
         question = replace(question, **found.terms)
     comparison = compare_runs(chosen, question)
-    tuning: Sequence[Any] = () if found is None else found.tuning
-    claims: Sequence[Grid] = () if found is None else found.make_claims(comparison)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):
         warning = f"--where selects runs by outcome ({', '.join(outcomes)}): the numbers here leave out the other runs"
         comparison = replace(comparison, warnings=(warning, *comparison.warnings))
     # Do everything that can raise an error before printing anything.
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
+    is_whole = html is not None or everything or output is ComparisonFormat.MD
+    more: Sequence[Grid] = find_studies("--study").make_grids(found, comparison) if found and is_whole else ()
     if html is not None:
-        command = shlex.join(["sparsebp", *sys.argv[1:]])
-        grids = find_studies("--study").make_tuning_grids(tuning) if tuning else ()
-        write_report(comparison, html, command, [*claims, *grids])
-    _print(comparison, output, view, claims, everything=everything)
-    if tuning and everything and output is ComparisonFormat.TABLE:
-        console().print(_tabulate(tuning))
+        write_report(comparison, html, shlex.join(["sparsebp", *sys.argv[1:]]), more)
+    _print(comparison, output, view, more, everything=everything)
     if html is not None:
         print_line(f"report: {html}", stderr=True)
     for failure in failures:
@@ -228,17 +222,6 @@ def _select_study(study: str, runs: list[str] | None, where: str | None, place: 
 def _names_study(word: str, place: str | None) -> bool:
     """Return whether ``@WORD`` is a study of this machine, or of the archive that ``--from`` names."""
     return word.startswith("@") and find_study(word, None if place is None else find_folder(place)) is not None
-
-
-def _tabulate(tuning: Sequence[Any]) -> Table:
-    """Return the tuning of a study. It chose the runs above, but its runs are in none of their numbers."""
-    table = make_table("arm", "tuned", "seeds", "validation", "", numbers=("validation",), title="Tuning, not compared")
-    for line in tuning:
-        value = "" if line.value is None else f"{line.value:.4f}"
-        seeds = ",".join(map(str, line.seeds))
-        choice = "chosen" if line.is_chosen else "pruned" if line.is_pruned else ""
-        table.add_row(line.arm, line.combination, seeds, value, choice)
-    return table
 
 
 def _question(

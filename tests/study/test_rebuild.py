@@ -115,7 +115,7 @@ def test_choices_follow_from_the_archive_in_an_empty_home(cli: Cli, archived: Pa
     assert not list_runs()
     compared = cli("compare", "--study", "tiny", "--from", archived, "--all")
     assert compared.returncode == 0
-    assert "Tuning, not compared" in compared.stdout
+    assert "Tuning of dense: eval/loss" in compared.stdout
     assert "does not contain the study tini" in cli("compare", "--study", "tini", "--from", archived).stderr
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparsebp_cli.cli.answer.recipe_record import CheckedStudy
+    from sparsebp_cli.compare import Comparison
     from sparsebp_cli.compare.grid import Grid
     from sparsebp_cli.plan import Plan
     from sparsebp_lab.study.record import StudyRecord
-    from sparsebp_lab.study.selection import StudySelection, TunedLine
+    from sparsebp_lab.study.selection import StudySelection
 
 
 def is_study(file: Path) -> bool:
@@ -74,11 +75,12 @@ def select(name: str, place: Path | None = None) -> StudySelection:
     return selection.select(find_record(name) if place is None else find_archived(name, place), place)
 
 
-def make_tuning_grids(tuning: Sequence[TunedLine]) -> Sequence[Grid]:
-    """Return the tuning of a study as tables of a report."""
+def make_grids(found: StudySelection, comparison: Comparison) -> list[Grid]:
+    """Return the tables of a study for the comparison of its runs: published numbers, and its tuning. It chose the
+    runs, but its own runs are in none of their numbers."""
     from sparsebp_lab.study import tuning as tables
 
-    return tables.make_tuning_grids(tuning)
+    return [*found.make_claims(comparison), *tables.make_tuning_grids(found.tuning)]
 
 
 def thin_journal(journal: bytes) -> bytes:
