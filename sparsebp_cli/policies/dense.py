@@ -6,9 +6,8 @@ back-propagating errors" (Nature 323, 1986), https://doi.org/10.1038/323533a0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, final
+from typing import TYPE_CHECKING, ClassVar, final
 
-from pydantic import Field
 from typing_extensions import override
 
 from sparsebp_cli.policy import GradientSelector, MethodCard, Selection, Site, Step
@@ -27,10 +26,6 @@ class Dense(GradientSelector):
         work="1",
         memory="Every linear's input.",
     )
-
-    # These options have no effect, because nothing is cut. The keys remain because recorded runs contain them.
-    keep_warmup_steps: Literal[0] = Field(0, description="No effect: this policy keeps every gradient whole.")
-    error_feedback: Literal[False] = Field(False, description="No effect: this policy keeps every gradient whole.")
 
     @property
     def exact(self) -> bool:

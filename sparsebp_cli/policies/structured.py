@@ -54,8 +54,6 @@ class StructuredSelector(GradientSelector):
             )
         if self.along == "2:4" and self.keep not in (0.5, 1.0):
             raise ValueError(f"along: 2:4 keeps half, so keep must be 0.5, or 1.0 for dense, got {self.keep}")
-        if self.along == "2:4" and self.keep_warmup_steps:
-            raise ValueError("along: 2:4 keeps half of the gradient at every step: keep_warmup_steps must be 0")
         return self
 
     @property

@@ -119,7 +119,7 @@ class SelectedTokens(ScoredTokenSelector):
         if self.draw == "largest" or not candidate_BT.any():
             return super().pick(score_BT, candidate_BT, tokens, step)
         candidate_N = candidate_BT.flatten().nonzero().flatten()  # the host waits for their number
-        num_kept = choice.count_kept(self.keep_at(step), len(candidate_N))
+        num_kept = choice.count_kept(self.keep or 1.0, len(candidate_N))
         score_N, generator = score_BT.flatten()[candidate_N], step.generator(tokens, score_BT.device)
         drawn_K, weight_K = sampling.draw_by_score(score_N, num_kept, generator)
         weight_BT = weight_K.new_zeros(score_BT.numel()).index_copy_(0, candidate_N[drawn_K], weight_K)

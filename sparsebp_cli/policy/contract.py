@@ -19,11 +19,9 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
     PrivateAttr,
     SerializerFunctionWrapHandler,
     model_serializer,
-    model_validator,
 )
 
 from sparsebp_cli.errors import UnsupportedError
@@ -264,9 +262,11 @@ class Policy(BaseModel, ABC):
 
 
 class GradientSelector(Policy):
-    """Selects the part of a gradient that continues from a site, inside the backward. The engine implements the four
+    """Selects the part of a gradient that continues from a site, inside the backward. The engine implements the two
     options below for all gradient selectors. Several selectors work in one model if each has its own sites, by
     ``where`` or ``layers``. All other sites stay dense."""
+
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (("keep_warmup_steps", 0), ("error_feedback", False))
 
     where: list[str] | None = Field(
         None,
@@ -278,14 +278,6 @@ class GradientSelector(Policy):
         None,
         description="Transformer layers in which the policy acts: numbers from 0, or from the end as -1; an "
         "encoder's layers come first. Other layers stay dense. null: all.",
-    )
-    keep_warmup_steps: NonNegativeInt = Field(
-        0,
-        description="Optimizer steps over which the fraction kept falls from 1 to keep, by the same factor each step.",
-    )
-    error_feedback: bool = Field(
-        False,
-        description="Whether each step adds what the last step cut from a layer's gradient, before the selection.",
     )
 
     @abstractmethod
@@ -327,12 +319,6 @@ class GradientSelector(Policy):
             At most ``budget``. Without an override it equals ``budget``.
         """
         return self.budget
-
-    @model_validator(mode="after")
-    def _has_keep(self) -> Self:
-        if self.keep_warmup_steps and "keep" not in type(self).model_fields:
-            raise ValueError("keep_warmup_steps needs a policy that has the option keep: leave it out")
-        return self
 
 
 def _find_facts(policy: GradientSelector) -> Mapping[str, object]:

@@ -12,9 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self, final
-
-from pydantic import model_validator
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.contract import GradientSelector, Site, Step
@@ -120,12 +118,6 @@ class InformedSelector(GradientSelector):
             UsageError: Always.
         """
         raise UsageError(f"{type(self).__name__} needs more than the gradient: call choose instead of select")
-
-    @model_validator(mode="after")
-    def _feeds_back_one_selection(self) -> Self:
-        if self.error_feedback and self.split is not None:
-            raise ValueError("error_feedback needs the same selection for dgrad and wgrad: set error_feedback: false")
-        return self
 
 
 _OF: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}

@@ -45,9 +45,6 @@ def split_schedules(
             del plain[name]
         elif value.keys() >= _ENDS and _is_scalar(policy_class, name):
             raise _refusal(policy_class, name, value, _why(policy_class, name))
-    if schedules and options.get("keep_warmup_steps"):
-        why = "changes keep over the training, as a schedule does: give either keep_warmup_steps or schedules"
-        raise _refusal(policy_class, "keep_warmup_steps", options["keep_warmup_steps"], why)
     return plain, schedules
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 
 from sparsebp_cli.policy.contract import Step
 from sparsebp_cli.policy.token import TokenChoice, Tokens, TokenSelector
@@ -37,10 +37,6 @@ class ScoredTokenSelector(TokenSelector):
         description="Instead of keep: train the target tokens whose scores lie between these two quantiles, such as "
         "[0.2, 0.7].",
     )
-    keep_warmup_steps: NonNegativeInt = Field(
-        0,
-        description="Optimizer steps over which the fraction kept falls from 1 to keep, by the same factor each step.",
-    )
     mask_column: str | None = Field(
         None, description="Column of the data that marks the trainable tokens; null: all tokens with a label."
     )
@@ -64,8 +60,6 @@ class ScoredTokenSelector(TokenSelector):
             raise ValueError("give either keep or band: each of them selects the trained tokens")
         if self.band is not None and not self.band[0] < self.band[1]:
             raise ValueError(f"band must be [low, high] with low below high, got [{self.band[0]}, {self.band[1]}]")
-        if self.keep_warmup_steps and self.keep is None:
-            raise ValueError("keep_warmup_steps needs keep")
         if (self.carry == "column") != (self.carry_column is not None):
             raise ValueError("carry: column needs carry_column, and the reverse: give both or neither")
         if (self.carry == "random") != (self.carry_keep is not None):
@@ -139,7 +133,7 @@ class ScoredTokenSelector(TokenSelector):
         score_BT: Tensor,
         candidate_BT: Tensor,
         tokens: Tokens,  # noqa: ARG002 - for overrides
-        step: Step,
+        step: Step,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor | None]:
         """Return which candidates are trained, and the weights of their losses. Without an override, choose the
         candidates of largest score, without weights.
@@ -153,9 +147,9 @@ class ScoredTokenSelector(TokenSelector):
         Returns:
             Boolean, (B, T), and weights as in :class:`~sparsebp_cli.policy.TokenChoice`.
         """
-        return self._largest(score_BT, candidate_BT, step), None
+        return self._largest(score_BT, candidate_BT), None
 
-    def _largest(self, score_BT: Tensor, candidate_BT: Tensor, step: Step) -> Tensor:
+    def _largest(self, score_BT: Tensor, candidate_BT: Tensor) -> Tensor:
         """Return the candidates between two ranks, over the whole batch or within each example."""
         import torch
 
@@ -166,7 +160,7 @@ class ScoredTokenSelector(TokenSelector):
         order = score.argsort(dim=1, descending=True, stable=True)  # candidates first: their scores are finite
         number = candidate.sum(1, keepdim=True)
         low, high = self.band or (0.0, 1.0)
-        share = self.keep_at(step) if self.band is None else high - low
+        share = (self.keep or 1.0) if self.band is None else high - low
         count = (share * number.double()).round().clamp(min=1).minimum(number)  # half to even, as Python's round()
         first = ((1.0 - high) * number.double()).round().minimum(number - count)
         rank = torch.arange(candidate.shape[1], device=candidate.device)
@@ -184,11 +178,6 @@ class ScoredTokenSelector(TokenSelector):
         count_B1 = (share * real_BT.sum(1, keepdim=True).double()).round().clamp(min=1)
         rank_BT = order_BT.argsort(1, descending=True).argsort(1)
         return (rank_BT < count_B1) & real_BT
-
-    def keep_at(self, step: Step) -> float:
-        """Return the fraction that is kept at a step of the warm-up, in (0, 1]."""
-        keep, steps = 1.0 if self.keep is None else self.keep, self.keep_warmup_steps
-        return keep if step.index >= steps else keep ** (step.index / steps)
 
 
 def _at_predictor(column_BT: Tensor) -> Tensor:

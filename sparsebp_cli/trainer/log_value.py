@@ -36,7 +36,7 @@ def count_step(
     counts: dict[Mode, FlopCount] = {}
     with TrialStep(model, engine, _forward, _backward) as trial:
         for mode in _modes(engine):
-            with trial.on(mode, feedback=False), ModuleTrace(model) as trace, count_flops(trace) as counts[mode]:
+            with trial.on(mode), ModuleTrace(model) as trace, count_flops(trace) as counts[mode]:
                 step(copy.copy(inputs))
     values = {
         metric.FORWARD_FLOPS.name: float(counts["policy"].forward.total()),

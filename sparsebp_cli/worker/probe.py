@@ -123,8 +123,7 @@ class _Counted:
 
 def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
     model, engine = trial.model, trial.engine
-    # Under counters some operators create other graph nodes than in training, so do not use their error feedback here.
-    with trial.on(mode, draw, feedback=False) as backward:
+    with trial.on(mode, draw) as backward:
         with ModuleTrace(model) as trace, count_flops(trace) as flops:
             every: list[SavedBytes] = []
 

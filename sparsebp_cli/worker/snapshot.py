@@ -22,7 +22,7 @@ from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, lo
 from sparsebp_cli.worker.trial_step import trainable_parameters
 
 SEED_STEP = 1_000_003  # difference between the dropout seeds of two ranks; larger than usual differences of seeds
-_POLICY = "policy state: "  # prefix of the policies' state tensors; no site's name has a space
+_POLICY = "policy state: "  # prefix of the policies' state tensors
 
 
 class Restorable:
@@ -47,7 +47,7 @@ def take_snapshot(training: Restorable) -> Snapshot:
     """Return all that a run needs to resume here. Collective; only the first rank's snapshot is complete."""
     ranks = training.ranks
     engine = training.engine.state_dict()
-    tensors = engine.pop("cut")
+    tensors = dict[str, Tensor]()
     if (kept := engine.get("policy_state")) is not None:
         tensors |= {f"{_POLICY}{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
         engine["policy_state"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
@@ -77,9 +77,12 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
         load_optimizer(training.optimizer, snapshot.optimizer)
         training.schedule.load_state_dict(snapshot.rest["schedule"])
         device = training.accelerator.device
-        tensors = {name: tensor.to(device) for name, tensor in own.policy.items()}
-        kept = {name.removeprefix(_POLICY): tensors.pop(name) for name in list(tensors) if name.startswith(_POLICY)}
-        state = snapshot.rest["engine"] | {"cut": tensors}
+        kept = {
+            name.removeprefix(_POLICY): tensor.to(device)
+            for name, tensor in own.policy.items()
+            if name.startswith(_POLICY)
+        }
+        state = dict(snapshot.rest["engine"])
         if "policy_state" in state:
             state["policy_state"] = state["policy_state"] | kept
         training.engine.load_state_dict(state)
@@ -97,7 +100,7 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
 
 def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
     """Return this rank's state from a checkpoint of another number of processes. Raise UnsupportedError if its steps
-    would use other examples, or if each process kept state of its own examples."""
+    would use other examples."""
     ranks, count = training.ranks, len(snapshot.ranks)
     before = f"the checkpoint of step {snapshot.step} was written by {count} process{'es' * (count > 1)}"
     section = training.plan.recipe.training
@@ -117,16 +120,11 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
             f"{before} with {batches[0]} examples per micro-batch, but the plan has {batches[1]}. With "
             f"training.group_by: {section.group_by} both must be equal"
         )
-    state = snapshot.ranks[0].policy
-    if any(not name.startswith(_POLICY) for name in state):
-        raise UnsupportedError(
-            f"{before}, each with state of its own examples (error feedback): resume with target.processes: {count}"
-        )
     # An additional process has no stored generators: seed them as at the start, but shifted, so that no numbers repeat.
     if ranks.rank >= count:
         set_seed((section.seed + SEED_STEP * ranks.rank + snapshot.step) % 2**32)
     generators = snapshot.ranks[ranks.rank].rng if ranks.rank < count else {}
-    return RankState(state, generators)
+    return RankState(snapshot.ranks[0].policy, generators)
 
 
 def _check_fit(training: Restorable, snapshot: Snapshot) -> None:

@@ -74,16 +74,15 @@ class TrialStep:
         del self._rewind
 
     @contextmanager
-    def on(self, mode: Mode, draw: int = 1, *, feedback: bool = True) -> Iterator[Callable[[Tensor], None]]:
+    def on(self, mode: Mode, draw: int = 1) -> Iterator[Callable[[Tensor], None]]:
         """Prepare one pass and yield the function that runs its backward. Gradients are dropped when the block ends.
-        ``draw`` numbers the draws of random policies from 1; training uses 0, and -1 repeats that. ``feedback``:
-        whether error feedback adds what earlier training steps left out."""
+        ``draw`` numbers the draws of random policies from 1; training uses 0, and -1 repeats that."""
         self._rewind.start()
         if mode == "dense":
             with self.engine.disabled():
                 yield self._backward
         else:
-            with self.engine.probing(draw, feedback=feedback):
+            with self.engine.probing(draw):
                 yield lambda loss: self.engine.backward(loss, self._backward)
         self._rewind.start()
 
@@ -97,9 +96,9 @@ class TrialStep:
         """The number of entries of the parameters that have a gradient in the current pass."""
         return sum(p.numel() for p in self._trainable.values() if p.grad is not None)
 
-    def run(self, mode: Mode, draw: int = 1, *, feedback: bool = True) -> PassResult:
+    def run(self, mode: Mode, draw: int = 1) -> PassResult:
         """Run one pass and return its gradients and report."""
-        with self.on(mode, draw, feedback=feedback) as backward:
+        with self.on(mode, draw) as backward:
             self.run_batches(backward)
             return self.result()
 

@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {"llama": LLAMA, "qwen3": LLAMA, "gpt2": GPT2
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "rows": ("topk", {"keep": 0.3, "along": "rows"}),
-    "by example": ("topk", {"keep": 0.3, "along": "rows", "within": "example", "error_feedback": True}),
+    "by example": ("topk", {"keep": 0.3, "along": "rows", "within": "example"}),
     "drawn columns": ("random", {"keep": 0.3, "along": "columns"}),
     "blocks": ("topk", {"keep": 0.3, "along": "blocks", "block": (4, 8)}),
     "2:4": ("topk", {"keep": 0.5, "along": "2:4"}),

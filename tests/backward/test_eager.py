@@ -56,7 +56,7 @@ def test_accumulated_gradients_are_updated_by_their_sum_in_the_last_pass(name: s
 
 
 def test_a_policy_decides_alike_in_both_passes_of_exact_clipping() -> None:
-    policies = [sbp.make_policy("random", keep=0.5, along="rows", error_feedback=False)]
+    policies = [sbp.make_policy("random", keep=0.5, along="rows")]
     expected, plain = train(Llama, eager=False, steps=4, policies=policies, max_norm=0.05)
     found, engine = train(Llama, eager=True, steps=4, policies=policies, max_norm=0.05)
     assert_equal(found, expected)

@@ -225,7 +225,7 @@ def _train(policy: GradientSelector | None, engine: str, *, stop: int | None = N
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"error_feedback": True}, {"layers": [-1]}, {"keep_warmup_steps": 2}],
+    [{}, {"layers": [-1]}],
     ids=lambda o: next(iter(o), ""),
 )
 def test_training_with_accumulation_and_clipping_is_the_walks_and_resumes(options: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from benchmarks.live_bytes import live_bytes
 from sparsebp_cli.policy import Rows, Selection, Site, Step
+from tests.backward.test_policy_state import Momentum
 from tests.selector import Promises
 
 from .conftest import filled_cache, tokens
@@ -72,13 +73,13 @@ TOGETHER: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "rows, eager": ([ROWS], {"update": "eager"}),
     "eager, clipped": ([], {"update": "eager", "max_grad_norm": 0.1, "eager_clip": "exact"}),
     "examples": ([sbp.make_policy("selective-backprop", keep=0.5)], {"num_steps": 4}),
-    "feedback": ([sbp.make_policy("topk", keep=0.3, along="rows", error_feedback=True)], {}),
+    "momentum": ([Momentum()], {}),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "shares"),
-    [*((name, False) for name in TOGETHER), *((name, True) for name in ("rows, eager", "eager, clipped", "feedback"))],
+    [*((name, False) for name in TOGETHER), *((name, True) for name in ("rows, eager", "eager, clipped", "momentum"))],
 )
 def test_other_choices_train_the_same_weights_with_segments(name: str, shares: bool) -> None:
     """Bitwise for gpt2; to rounding for a stack that shares all its weights, which has neither layers nor labels."""

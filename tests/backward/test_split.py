@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -220,11 +219,6 @@ def test_nodes_refuse_by_name() -> None:
     with pytest.raises(UnsupportedError, match=text):
         sbp.attach(model, Informed(), sites="nodes")
     assert "forward" not in vars(model.q)
-
-
-def test_error_feedback_with_a_split_is_refused() -> None:
-    with pytest.raises(ValidationError, match="needs the same selection for dgrad and wgrad"):
-        Informed(given=Split(None, None), error_feedback=True)
 
 
 class ByLayer(Informed):

@@ -109,28 +109,3 @@ def test_sites_of_two_selectors_or_of_none_are_refused(policies: Any, kind: type
 def test_nodes_have_one_selector() -> None:
     with pytest.raises(UnsupportedError, match="at sites='nodes' are not supported"):
         gradients([First(where=["*.up"]), Last(where=["*.down"])], sites="nodes")
-
-
-def test_error_feedback_of_two_selectors_goes_on_from_a_state() -> None:
-    def train(stop: int | None) -> list[Tensor]:
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        policies = [
-            sbp.make_policy("topk", keep=0.5, along="rows", where=["*.up"], error_feedback=True),
-            sbp.make_policy("topk", keep=0.25, along="rows", where=["*.down"], error_feedback=True),
-        ]
-        engine = sbp.attach(model, policies, optimizer=optimizer)
-        for step in range(4):
-            if step == stop:
-                state = engine.state_dict()
-                engine.detach()
-                engine = sbp.attach(model, policies, optimizer=optimizer)
-                engine.load_state_dict(state)
-            generator = torch.Generator().manual_seed(step)
-            engine.backward(model(torch.randn(4, 3, dtype=torch.float64, generator=generator)).square().sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        return [parameter.detach() for parameter in model.parameters()]
-
-    for one, other in zip(train(None), train(2), strict=True):
-        assert torch.equal(one, other)

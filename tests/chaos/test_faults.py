@@ -68,7 +68,7 @@ def damage(file: Path, chance: random.Random) -> str:
 
 @pytest.mark.chaos
 @pytest.mark.promise("R2")
-@pytest.mark.parametrize("way", ["random rows, weighted", "topk rows with error feedback", "eager apollo-mini"])
+@pytest.mark.parametrize("way", ["random rows, weighted", "topk rows by example", "eager apollo-mini"])
 def test_a_damaged_newest_checkpoint_falls_back_and_ends_alike(way, tiny_recipe, prepared, record_property) -> None:
     recipe = tiny_recipe(**sections(way) | SHORT | {"training": sections(way)["training"] | {"max_steps": 24}})
     straight, broken = prepared(recipe), prepared(recipe)

@@ -49,7 +49,7 @@ _LIGHT = ("galore",)
 _EXACT = {"update": "eager", "eager_clip": "exact"}
 CHOICES = (
     _policy("topk (rows)", name="topk", keep=0.5, along="rows"),
-    _policy("topk (error_feedback)", is_heavy=True, name="topk", keep=0.5, along="columns", error_feedback=True),
+    _policy("topk (columns)", is_heavy=True, name="topk", keep=0.5, along="columns"),
     _policy("tokens (exact)", name="tokens", score="random", keep=0.5),
     _policy("tokens (detach)", name="tokens", score="random", keep=0.5, mode="detach"),
     _policy("lossless", name="lossless"),

@@ -61,7 +61,7 @@ def _structured(policy: str, **more: Any) -> list[Entry]:
 ENTRIES = (
     Entry("dense"),
     *_structured("topk"),
-    Entry("topk", (("keep", 0.3), ("along", "rows"), ("within", "example"), ("error_feedback", True))),
+    Entry("topk", (("keep", 0.3), ("along", "rows"), ("within", "example"))),
     *_structured("random", weighted=True),
     Entry("mvue", (("products", "both"),)),
     Entry("dither"),

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sketch": ({"keep": 0.5}, {}),
     "subnet": ({"keep": 0.3}, {}),
     "tokens": ({"score": "random", "keep": 0.5, "mode": "detach"}, {}),
-    "topk": ({"keep": 0.5, "along": "rows", "error_feedback": True}, {}),
+    "topk": ({"keep": 0.5, "along": "rows"}, {}),
     "uniform": ({"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}, {}),
     "vcas": ({"every": 4}, {}),
     "velora": ({"group": 4}, {}),

@@ -33,8 +33,6 @@ from tests.selector import Promises
 
 _BY_ENGINE: dict[str, list[Any]] = {
     "layers": [[0], [-1]],
-    "keep_warmup_steps": [2],
-    "error_feedback": [True],
     "where": [["layers.0", "layers.2"]],
 }  # every selector has them
 

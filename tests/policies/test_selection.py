@@ -143,7 +143,6 @@ def test_two_of_every_four_neighbours_are_kept() -> None:
         ({"along": "columns", "within": "example"}, "allowed: batch$|allowed: batch "),
         ({"along": "rows", "within": "row"}, "allowed: batch, example"),
         ({"along": "2:4", "keep": 0.25}, "along: 2:4 keeps half, so keep must be 0.5"),
-        ({"along": "2:4", "keep_warmup_steps": 3}, "keep_warmup_steps must be 0"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], says: str) -> None:
@@ -153,7 +152,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
 
 def test_what_goes_together_is_accepted_and_a_share_of_1_is_dense() -> None:
     for along, within in [("rows", "example"), ("elements", "row"), ("elements", "example"), ("columns", "batch")]:
-        TopK(keep=0.25, along=along, within=within, keep_warmup_steps=3)
+        TopK(keep=0.25, along=along, within=within)
     assert TopK(keep=1.0, along="2:4").exact
     for kind in (TopK, Random):
         dense, half = kind(keep=1.0), kind(keep=0.5, along="columns")

@@ -24,7 +24,7 @@ SCORES: list[dict[str, Any]] = [
     {"score": "loss", "keep": 0.1, "within": "example"},
     {"score": "loss", "band": [0.25, 0.75]},
     {"score": "loss", "band": [0.0, 0.4], "within": "example"},
-    {"score": "entropy", "keep": 0.5, "keep_warmup_steps": 5},
+    {"score": "entropy", "keep": 0.5},
     {"score": "entropy", "keep": 1.0},
     {"score": "excess", "keep": 0.6, "reference": "austen-llama"},
     {"score": "excess", "band": [0.5, 1.0], "reference": "austen-llama", "reference_scores": "fly"},
@@ -135,13 +135,6 @@ def test_random_positions_that_carry_are_drawn_apart_from_those_that_are_trained
     assert abs(rate - 0.5) < 4 * (0.25 / 1000) ** 0.5
 
 
-def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
-    tokens = Tokens(None, torch.ones(1, 1000, dtype=torch.bool), torch.ones(1, 1000, dtype=torch.bool))
-    options = {"score": "random", "keep": 0.25, "keep_warmup_steps": 2}
-    counts = [int(chosen(tokens, Step(index), **options).trained_BT.sum()) for index in range(4)]
-    assert counts == [1000, 500, 250, 250]
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -155,7 +148,6 @@ def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
         ({"score": "loss", "band": [0.5, 0.2]}, r"low below high, got \[0.5, 0.2\]"),
         ({"score": "loss", "band": [0.5, 1.2]}, "less than or equal to 1"),
         ({"score": "loss", "keep": 0.0}, "greater than 0"),
-        ({"score": "loss", "band": [0.1, 0.5], "keep_warmup_steps": 3}, "keep_warmup_steps needs keep"),
         ({"score": "mask", "carry": "column", "mode": "detach"}, "give both or neither"),
         ({"score": "mask", "carry_column": "prompt", "mode": "detach"}, "give both or neither"),
         (

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, count_flops
 from sparsebp_cli.errors import UsageError
+from tests.backward.test_policy_state import Momentum
 
 from .conftest import Make, differing, make_arguments, make_examples, make_model, through, weights
 
@@ -51,8 +52,7 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "bf16": True}
 
 @pytest.mark.parametrize(("options", "door"), through([{}, ACCUMULATED], [ACCUMULATED]), indirect=["door"])
 def test_counting_leaves_no_trace(door: Make, tmp_path: Path, options: dict[str, Any]) -> None:
-    feedback = {**ROWS, "error_feedback": True}
-    never, always = (run(door, tmp_path, [feedback], every, **options) for every in (None, 1))
+    never, always = (run(door, tmp_path, [Momentum()], every, **options) for every in (None, 1))
     assert differing(weights(never.model), weights(always.model)) == []
     assert [log["loss"] for log in never.state.log_history[:-1]] == [
         log["loss"] for log in always.state.log_history[:-1]
@@ -60,7 +60,7 @@ def test_counting_leaves_no_trace(door: Make, tmp_path: Path, options: dict[str,
     assert never.policy_callback.engine.report() == always.policy_callback.engine.report()
     state, other = (trainer.policy_callback.engine.state_dict() for trainer in (never, always))
     assert (state["index"], state["micro_batch"]) == (other["index"], other["micro_batch"])
-    assert differing(state["cut"], other["cut"]) == []
+    assert differing(state["policy_state"], other["policy_state"]) == []
     assert not any(name in log for log in never.state.log_history for name in FLOPS)
     assert all(name in log for log in always.state.log_history[:-1] for name in FLOPS)
 
@@ -84,7 +84,7 @@ def test_the_executed_flops_are_those_of_a_micro_batch(door: Make, tmp_path: Pat
 
 
 def test_the_kept_share_reaches_every_callback_and_the_end(door: Make, tmp_path: Path) -> None:
-    trainer = run(door, tmp_path, [{**ROWS, "keep_warmup_steps": 4}])
+    trainer = run(door, tmp_path, [{**ROWS, "keep": {"from": 1.0, "to": 0.5, "over": 0.7}}])
     shares = [log["policy/kept_share"] for log in trainer.state.log_history]
     assert shares == [log["policy/kept_share"] for log in trainer.listener.logs]
     assert shares[0] > shares[1] > shares[2]

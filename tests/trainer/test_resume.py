@@ -16,7 +16,7 @@ from sparsebp_cli.trainer.state import load_state, save_state
 from .conftest import Make, differing, is_free, make_arguments, make_examples, make_model, through, weights
 
 STATE = "sparsebp-0.safetensors"
-POLICY = {"name": "random", "keep": 0.5, "along": "rows", "keep_warmup_steps": 6, "error_feedback": True}
+POLICY = {"name": "random", "keep": 0.5, "along": "rows"}
 OPTIONS = {"gradient_accumulation_steps": 2, "max_steps": 8, "save_strategy": "steps", "save_steps": 3}
 
 

@@ -170,8 +170,8 @@ def test_every_way_of_attaching_is_dense_without_a_policy(
 
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "random rows": ("linears", {"name": "random", "keep": 0.5, "along": "rows", "keep_warmup_steps": 3}),
-    "feedback": ("linears", {"name": "topk", "keep": 0.25, "along": "rows", "error_feedback": True}),
+    "random rows": ("linears", {"name": "random", "keep": 0.5, "along": "rows"}),
+    "topk rows": ("linears", {"name": "topk", "keep": 0.25, "along": "rows"}),
     "tokens exactly": ("linears", {"name": "tokens", "score": "random", "keep": 0.5}),
     "tokens detached": ("linears", {"name": "tokens", "score": "loss", "keep": 0.5, "mode": "detach"}),
     "examples": ("linears", {"name": "selective-backprop", "keep": 0.5, "start": 0.3, "end": 0.9}),

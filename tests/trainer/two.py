@@ -16,7 +16,7 @@ from tests.trainer.conftest import differing, distance, make_arguments, make_exa
 from tests.trainer.test_lossless import collate
 from tests.trainer.test_lossless import make_examples as make_completions
 
-ROWS = [{"name": "random", "keep": 0.5, "along": "rows", "within": "example", "error_feedback": True}]
+ROWS = [{"name": "random", "keep": 0.5, "along": "rows", "within": "example"}]
 TOKENS = [{"name": "tokens", "score": "random", "keep": 0.5, "within": "example", "mode": "detach"}]
 
 

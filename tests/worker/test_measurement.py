@@ -36,17 +36,17 @@ def _finished(run: RunFolder) -> History:
     return History.load(run.path)
 
 
-@pytest.mark.always("random-feedback-llama")
+@pytest.mark.always("vcas-llama")
 @pytest.mark.parametrize("config", [DROPPING_LLAMA, pytest.param(GPT2, marks=pytest.mark.long)], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
     "policy",
     [
         {"name": "topk", "keep": 0.25, "along": "rows"},
         {"name": "random", "keep": 0.5},
-        {"name": "topk", "keep": 0.25, "along": "elements", "error_feedback": True, "keep_warmup_steps": 3},
-        {"name": "random", "keep": 0.5, "along": "columns", "error_feedback": True},
+        {"name": "topk", "keep": 0.25, "along": "elements"},
+        {"name": "vcas", "every": 2},
     ],
-    ids=["topk", "random", "topk-feedback", "random-feedback"],
+    ids=["topk", "random", "topk-elements", "vcas"],
 )
 def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config, policy) -> None:
     _compare_with_and_without(tiny_recipe, prepared, config, policy, {})
@@ -57,7 +57,7 @@ def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config
     ("config", "policy", "backward"),
     [
         pytest.param(
-            *(DROPPING_LLAMA, {"name": "topk", "keep": 0.25, "error_feedback": True}, {"sites": "nodes"}),
+            *(DROPPING_LLAMA, {"name": "topk", "keep": 0.25}, {"sites": "nodes"}),
             marks=pytest.mark.long,
         ),
         (GPT2, {"name": "max-child", "leaves": "always", "ties": "random", "lookahead": True}, {"sites": "nodes"}),
@@ -237,7 +237,7 @@ def test_a_policy_that_is_asked_nowhere_is_named(measured) -> None:
         {"name": "topk", "keep": 0.3, "along": "elements"},
         {"name": "topk", "keep": 0.01, "along": "columns"},
         {"name": "random", "keep": 0.3, "layers": [1]},
-        {"name": "topk", "keep": 0.3, "keep_warmup_steps": 5},
+        {"name": "topk", "keep": {"from": 1.0, "to": 0.3, "over": 0.8}},
     ],
     ids=lambda policy: "-".join(str(value) for value in policy.values()),
 )

@@ -66,7 +66,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"score": "gradient_norm", "keep": 0.25, "draw": "proportional"},
         {"score": "random", "keep": 0.25, "mode": "stop"},
     ],
-    "topk": [{"keep": 0.25}, {"keep": 0.25, "along": "columns"}, {"keep": 0.25, "error_feedback": True}],
+    "topk": [{"keep": 0.25}, {"keep": 0.25, "along": "columns"}],
     "uniform": [{"keep": 0.5, **WHOLE}, {"keep": 0.5, "start": 0.25, "end": 0.75, "interrupt": 2}],
     "vcas": [{"every": 4}, {}],
     "velora": [{"group": 4}],

@@ -35,7 +35,6 @@ DECAY = {"weight_decay": 0.1, "weight_decay_of": "matrices"}  # two groups of pa
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"measure": {"fidelity_every": None}},
     "rows": {"policy": ROWS, "measure": {"probe_every": 4, "fidelity_every": 4}},
-    "feedback": {"policy": [ROWS[0] | {"error_feedback": True}]},
     "lora": {"policy": ROWS, "model": {"config": LLAMA, "lora": {"r": 4}}},
     "accumulation": {"policy": ROWS, "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, **DECAY}},
     "checkpointing": {"policy": ROWS, "backward": {"checkpointing": "full"}},
@@ -46,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 # Drawn on every rank apart, dropout too: this equals no run of one process, but must equal itself after a stop.
 DRAWN = {
     "model": {"config": LLAMA | {"attention_dropout": 0.1}},
-    "policy": [{"name": "random", "keep": 0.5, "along": "rows", "error_feedback": True}],
+    "policy": [{"name": "random", "keep": 0.5, "along": "rows"}],
     "training": {"max_steps": 60},
     "checkpoint": {"every": 1000},
     "measure": {"fidelity_every": None},
@@ -139,16 +138,12 @@ def test_a_limit_of_work_ends_both_processes_after_the_same_step(trained) -> Non
 
 @pytest.mark.parametrize("way", ["none", "fsdp2"])
 def test_a_checkpoint_of_two_processes_holds_what_that_of_one_does(trained, way) -> None:
-    one, two = (trained["feedback", w].path / "checkpoints" / "step-00000004" for w in ("one", way))
+    one, two = (trained["rows", w].path / "checkpoints" / "step-00000004" for w in ("one", way))
     for file in ("weights.safetensors", "optimizer.safetensors"):
         expected, found = load_file(one / file), load_file(two / file)
         assert set(found) == set(expected)
         for key, tensor in expected.items():
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=ABSOLUTE)
-    of_ranks = [load_file(two / file) for file in ("policy.safetensors", "policy-1.safetensors")]
-    expected = load_file(one / "policy.safetensors")
-    for key, tensor in expected.items():  # the first rank's examples, then the second's
-        torch.testing.assert_close(torch.cat([own[key] for own in of_ranks]), tensor, rtol=0, atol=ABSOLUTE)
 
 
 def test_a_checkpoint_of_two_processes_is_refused_by_one(trained, make_recipe, tmp_path) -> None:
@@ -192,18 +187,10 @@ def test_a_checkpoint_goes_on_with_the_same_examples_on_another_number_of_proces
         assert found.series("train/tokens")[6] == expected.series("train/tokens")[6]
 
 
-@pytest.mark.parametrize(
-    ("name", "sections", "text"),
-    [
-        ("rows", {"training": {"per_device_train_batch_size": 4}}, "8 examples per step, but the plan has 4"),
-        ("feedback", {}, "each with state of its own examples"),
-    ],
-)
-def test_a_checkpoint_that_cannot_go_on_elsewhere_is_refused_by_name(
-    trained, make_recipe, tmp_path, name, sections, text
-) -> None:
-    run = continue_from(trained[name, "none"], make_recipe(**CASES[name], **sections), tmp_path)
-    with pytest.raises(UnsupportedError, match=text):
+def test_a_checkpoint_that_cannot_go_on_elsewhere_is_refused_by_name(trained, make_recipe, tmp_path) -> None:
+    sections = CASES["rows"] | {"training": {"per_device_train_batch_size": 4}}
+    run = continue_from(trained["rows", "none"], make_recipe(**sections), tmp_path)
+    with pytest.raises(UnsupportedError, match="8 examples per step, but the plan has 4"):
         train_alone([run])
 
 

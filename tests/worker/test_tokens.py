@@ -198,7 +198,7 @@ def test_a_masked_run_is_the_plain_loop_with_masked_labels(completion, prepared)
 
 POLICIES: list[dict[str, Any]] = [
     {"name": "tokens", "score": "random", "keep": 0.5},
-    {"name": "tokens", "score": "loss", "keep": 0.3, "mode": "detach", "keep_warmup_steps": 3},
+    {"name": "tokens", "score": "loss", "keep": 0.3, "mode": "detach"},
     {
         "name": "tokens",
         "score": "entropy",

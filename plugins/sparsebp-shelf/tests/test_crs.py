@@ -171,4 +171,4 @@ def test_the_control_draws_uniformly_at_the_same_budget() -> None:
     (control,) = make_policies(policy.control)
     assert isinstance(control, CRS)
     assert (control.by, control.budget, control.layers, control.reads) == ("uniform", policy.budget, [0], frozenset())
-    check_policy("crs", keep=0.5, products="both", keep_warmup_steps=2)
+    check_policy("crs", keep=0.5, products="both")

@@ -1,15 +1,11 @@
 """Decisions at sites: calls the policy of a site when a gradient arrives there, and counts the kept entries.
 
-This module implements the options that all policies share: restriction to sites and layers, and the warm-up of
-``keep``. The warm-up comes from Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018),
-https://arxiv.org/abs/1712.01887, section 3.3, with the same factor every step instead of every epoch.
+This module implements the options that all policies share: restriction to sites and layers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +13,6 @@ from torch import Tensor
 
 from sparsebp_cli.backward.core.allowance import round_up
 from sparsebp_cli.backward.core.extension import SiteCost, SplitCost
-from sparsebp_cli.backward.core.feedback import add_residual, find_residual, fit
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import FlopEstimate, SiteReport
 from sparsebp_cli.backward.core.scope import Scope
@@ -153,28 +148,24 @@ class _Rule:
     """The policy of a site at a step, with its properties. They are stored because a policy computes them each time."""
 
     selector: GradientSelector  # the user's policy
-    policy: GradientSelector  # with the step's values of schedules and of the warm-up's ``keep``
+    policy: GradientSelector  # with the step's values of schedules
     selection: type[Selection] | None
     budget: Budget | None  # None: it differs between sites and steps
     has_state: bool
-    last_change: float  # from this step on nothing changes
-    step: int  # the step to which this applies; it also applies to all steps from last_change on
+    step: int | None  # the step to which this applies; None: to all
 
     @classmethod
     def of(cls, selector: GradientSelector, step: Step) -> _Rule:
-        policy, length = selector.at(step), selector.keep_warmup_steps
-        if step.index < length:
-            keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that the option exists
-            policy = selector.model_copy(update={"keep": keep ** (step.index / length)})
+        policy = selector.at(step)
         # A policy computes its properties at each access, so read a constant budget only once. See decision 1.
         is_fixed = type(policy).budget_at is GradientSelector.budget_at
         budget = Budget.of(policy.budget) if is_fixed else None
-        last_change = math.inf if selector.schedules else length
-        return cls(selector, policy, policy.selection, budget, isinstance(policy, Stateful), last_change, step.index)
+        of_step = step.index if selector.schedules else None
+        return cls(selector, policy, policy.selection, budget, isinstance(policy, Stateful), of_step)
 
 
 class SiteDecisions:
-    """Calls the selector of each site, counts what it keeps, and stores the residuals of error feedback.
+    """Calls the selector of each site, and counts what it keeps.
 
     No site may belong to two selectors, see :meth:`check_disjoint`. ``num_layers`` is 0 for a model without known
     layers.
@@ -183,16 +174,13 @@ class SiteDecisions:
     has_selectors: bool
     counters: SiteCounters
     states: PolicyStates
-    feeds_back: bool
 
     def __init__(self, selectors: Sequence[GradientSelector], num_layers: int) -> None:
-        self.residuals: dict[str, Tensor] = {}  # error feedback adds these later; by site, micro-batch and call
         self.has_selectors = bool(selectors)
         self.enabled = True
         self.step: Step | None = None  # the step of the running backward
         self.counters = SiteCounters({})
         self.states = PolicyStates()
-        self.feeds_back = any(selector.error_feedback for selector in selectors)
         self._scopes = [(selector, Scope(selector, num_layers)) for selector in selectors]
         self._selectors: dict[str, GradientSelector | None] = {}  # by site; None: no selector names it
         self._rules: dict[str, _Rule | None] = {}
@@ -225,7 +213,7 @@ class SiteDecisions:
             raise UsageError(_OUTSIDE)
 
     def policy_at(self, site: Site, step: Step) -> GradientSelector | None:
-        """Return the policy at a site and step, with the ``keep`` of the warm-up; None if the site stays dense."""
+        """Return the policy at a site, with the step's values of schedules; None if the site stays dense."""
         rule = self._rule_at(site, step)
         return None if rule is None else rule.policy
 
@@ -234,33 +222,18 @@ class SiteDecisions:
         selector = self._selector_at(site)
         return selector.reads if isinstance(selector, InformedSelector) else frozenset()
 
-    def decide(
-        self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
-    ) -> tuple[Tensor, Selection | None]:
+    def decide(self, site: Site, seen: Seen, work: SiteCost, dense_rows: int | None = None) -> Selection | Split | None:
         """Call the policy at a site and count the result. Sites call this.
 
         ``work`` is the cost of the site's dense backward. ``dense_rows`` is the number of rows that the dense backward
-        has for this gradient; None: as many as the gradient. Returns the gradient to use and its selection; None keeps
-        everything. Raises :class:`UsageError` if the backward does not run through the engine.
+        has for this gradient; None: as many as the gradient. Returns the selection, a :class:`Split` at linears alone;
+        None keeps everything. Raises :class:`UsageError` if the backward does not run through the engine.
         """
-        grad_NO, selection, _ = self._decide(site, Seen(grad_NO), work, dense_rows)
-        assert not isinstance(selection, Split), "refused at attach"
-        return grad_NO, selection
-
-    def decide_linear(
-        self, site: Site, seen: Seen, work: SplitCost, dense_rows: int | None = None
-    ) -> tuple[Tensor, Selection | Split | None, Budget]:
-        """Do the same at a linear, where a policy may select dgrad and wgrad separately; also return the budget."""
-        return self._decide(site, seen, work, dense_rows)
-
-    def _decide(
-        self, site: Site, seen: Seen, work: SiteCost, dense_rows: int | None
-    ) -> tuple[Tensor, Selection | Split | None, Budget]:
         # This runs at each site of each backward. In a small model, Python calls take longer than the products.
         grad_NO: Tensor = seen.grad_NO
         selection: Selection | Split | None = None
         if not self.enabled:
-            return grad_NO, None, _WHOLE
+            return None
         step = self.step
         if step is None:
             raise UsageError(_OUTSIDE)
@@ -276,22 +249,12 @@ class SiteDecisions:
                 if rule.has_state and self.states.watches(rule.selector, SiteGradient):
                     whole = replace(seen, grad_NO=self.states.unscale(grad_NO))
                     self.states.see(rule.selector, SiteGradient(site.name, whole), step)
-                grad_NO, selection = self._select(rule, seen, site, step)
+                selection = self._ask(rule, seen, site, step)
         claim = allowed = _claim(work, rule, budget)
         if step.draw and grad_NO.numel() > 0:  # only in probes, which alone read it: it synchronises with the device
             allowed = _claim(work, rule, _allow(budget, selection, grad_NO))
         self.counters.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
-        return grad_NO, selection, budget
-
-    @contextmanager
-    def probing(self, *, feedback: bool) -> Iterator[None]:
-        """Restore the residuals of error feedback after a probe. Without ``feedback`` the probe starts without any."""
-        before = self.residuals
-        self.residuals = dict(before) if feedback else {}
-        try:
-            yield
-        finally:
-            self.residuals = before
+        return selection
 
     def _selector_at(self, site: Site) -> GradientSelector | None:
         if site.name not in self._selectors:  # match patterns only once
@@ -305,28 +268,9 @@ class SiteDecisions:
             selector = self._selector_at(site)
             self._rules[name] = None if selector is None else _Rule.of(selector, step)
         rule = self._rules[name]
-        # A resume may repeat a step, so compare the steps instead of remembering that the warm-up is over.
-        if rule is not None and rule.step != step.index and min(rule.step, step.index) < rule.last_change:
+        if rule is not None and rule.step not in (None, step.index):
             rule = self._rules[name] = _Rule.of(rule.selector, step)
         return rule
-
-    def _select(self, rule: _Rule, seen: Seen, site: Site, step: Step) -> tuple[Tensor, Selection | Split | None]:
-        """Return the gradient, with the residual of earlier steps added, and the policy's selection of it.
-
-        Raises :class:`UnsupportedError` if error feedback is on and the gradient's number of dimensions changed.
-        """
-        grad_NO, policy = seen.grad_NO, rule.policy
-        if not policy.error_feedback:
-            return grad_NO, self._ask(rule, seen, site, step)
-        key = f"{site.name}/{step.micro_batch}/{step.call}"
-        before = self.residuals.get(key)
-        if before is not None:
-            before = fit(before, site)
-            grad_NO = add_residual(grad_NO, before, site, step)
-        selection = self._ask(rule, replace(seen, grad_NO=grad_NO), site, step)
-        assert not isinstance(selection, Split), "refused by the contract"
-        self.residuals[key] = find_residual(grad_NO, selection, before, site, step)
-        return grad_NO, selection
 
     def _ask(self, rule: _Rule, seen: Seen, site: Site, step: Step) -> Selection | Split | None:
         policy = rule.policy

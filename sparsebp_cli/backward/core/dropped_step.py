@@ -12,17 +12,16 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from sparsebp_cli.backward.core.clock import Clock
-    from sparsebp_cli.backward.core.decision import SiteDecisions
     from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 
 class ScaledSteps:
-    """Restores residuals, states and observations of policies if the loss scale falls, because the scaler then dropped
-    the optimizer's step.
+    """Restores states and observations of policies if the loss scale falls, because the scaler then dropped the
+    optimizer's step.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock, decisions: SiteDecisions, states: PolicyStates) -> None:
-        self._model, self._clock, self._decisions, self._states = model, clock, decisions, states
+    def __init__(self, model: nn.Module, clock: Clock, states: PolicyStates) -> None:
+        self._model, self._clock, self._states = model, clock, states
         self._hook: RemovableHandle | None = None  # None as long as no loss is scaled
         self._scale: Tensor | float | None = None  # scale of the last pass; a scaler changes its tensor in place
         self._value = 0.0  # value of the scale in the last pass
@@ -30,7 +29,7 @@ class ScaledSteps:
 
     def start_pass(self, scale: Tensor | float | None) -> None:
         """Begin a pass of training with a scale; None: the loss is not scaled."""
-        if scale is None or not (self._states or self._decisions.feeds_back):
+        if scale is None or not self._states:
             self._scale = self._restore = None
             return
         if self._hook is None:  # decisions in a forward must come after the restore, since they repeat the dropped step
@@ -39,7 +38,7 @@ class ScaledSteps:
         self._take_back(value)
         self._scale, self._value = scale, value
         if self._restore is None or self._clock.micro_batch == 0:
-            self._restore = self._remember()
+            self._restore = self._states.remember()
 
     def settle(self) -> None:
         """Undo the effects of a dropped step, before a forward or before the state is saved."""
@@ -65,12 +64,3 @@ class ScaledSteps:
             self._restore()
             self._restore = None
             self._clock.go_to(self._clock.index, 0)  # the step begins again
-
-    def _remember(self) -> Callable[[], None]:
-        residuals, restore_states = dict(self._decisions.residuals), self._states.remember()
-
-        def restore() -> None:
-            self._decisions.residuals = residuals
-            restore_states()
-
-        return restore

@@ -90,7 +90,7 @@ class Engine:
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, PassRunner)), None)
         self._reads_scale = decisions.has_selectors or bool(self.states) or self.eager is not None
-        self._scales, self._scaled = ScaleFinder(), ScaledSteps(model, self._clock, decisions, self.states)
+        self._scales, self._scaled = ScaleFinder(), ScaledSteps(model, self._clock, self.states)
         self._freezes = any("frozen" in extension.hooks for extension in self.extensions)
         self._trials = Trials(model, self.states, self.extensions)
         self._count(Counter(SiteCounters.of(adapter.names)))
@@ -247,7 +247,7 @@ class Engine:
 
     def _find_scale(self, loss: Tensor) -> Tensor | None:
         scale = self._scales.find(loss)
-        if self._scales.note and (self.decisions.feeds_back or self.states):
+        if self._scales.note and self.states:
             self.notes["loss scale"] = self._scales.note
         return scale
 
@@ -314,7 +314,7 @@ class Engine:
             site: A module at whose output a policy may decide.
 
         Returns:
-            The policy, with its ``keep`` of this step; None if the site stays dense.
+            The policy, with the step's values of schedules; None if the site stays dense.
         """
         return self.decisions.policy_at(site, self.now()) if self.enabled else None
 
@@ -337,7 +337,7 @@ class Engine:
             self.forward = outer
 
     @contextmanager
-    def probing(self, draw: int = 1, *, feedback: bool = True) -> Iterator[None]:
+    def probing(self, draw: int = 1) -> Iterator[None]:
         """Apply the policy without side effects: step, report and the counts are restored afterwards.
 
         Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` describe only the probe.
@@ -345,7 +345,6 @@ class Engine:
         Args:
             draw: Draw of random policies, not 0, which is the draw of training. -1 repeats the next draw of training,
                 to count its work.
-            feedback: Whether error feedback adds the residuals of training.
 
         Yields:
             None: While the probe runs.
@@ -353,7 +352,7 @@ class Engine:
         before = self._counter
         self._count(Counter(SiteCounters.of(self._adapter.names)))
         try:
-            with self._clock.probing(draw), self.decisions.probing(feedback=feedback), self.states.probing():
+            with self._clock.probing(draw), self.states.probing():
                 yield
         finally:
             self._count(before)
@@ -499,13 +498,11 @@ class Engine:
         """Return the state that a resumed run needs for the same decisions.
 
         Returns:
-            The step's number, the backward's number within it, the residuals of error feedback, the states of policies,
-            and the entries of extensions, such as the gradient norm of the last step for an eager update.
+            The step's number, the backward's number within it, the states of policies, and the entries of extensions,
+            such as the gradient norm of the last step for an eager update.
         """
         self._scaled.settle()
-        cut = dict(self.decisions.residuals)
-        state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
-        state |= self.states.state_dict()
+        state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, **self.states.state_dict()}
         for extension in self.extensions:
             state |= extension.state_dict()
         return state
@@ -519,13 +516,11 @@ class Engine:
         Raises:
             UsageError: ``state`` is not such a result.
         """
-        state = {key: value for key, value in state.items() if key != "form_times"}  # written by versions up to 0.5
-        counts, cut = (state.get("index"), state.get("micro_batch")), state.get("cut")
-        good = state.keys() == self.state_dict().keys() and all(type(count) is int and count >= 0 for count in counts)
-        if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
+        # Versions up to 0.5 wrote form_times, and cut, which was empty without an option that is gone.
+        state = {key: value for key, value in state.items() if key != "form_times" and (key, value) != ("cut", {})}
+        counts = (state.get("index"), state.get("micro_batch"))
+        if state.keys() != self.state_dict().keys() or not all(type(count) is int and count >= 0 for count in counts):
             raise UsageError(f"the loaded state is not a state of an engine: {dict(state)!r}")
-        if self.decisions.has_selectors:
-            self.decisions.residuals = dict(cut)
         # Completed trial passes belong to the replaced state.
         self._trials = Trials(self._model, self.states, self.extensions)
         self.states.load_state_dict(state)

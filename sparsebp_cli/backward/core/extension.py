@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sparsebp_cli.backward.core.report import Chosen, EagerReport, FlopEstimate, Route
-    from sparsebp_cli.policy import Budget, GradientSelector, Policy, Reading, Seen, Selection, Site, Split, Step
+    from sparsebp_cli.policy import GradientSelector, Policy, Reading, Seen, Selection, Site, Split, Step
 
     Share = tuple[type[Selection] | None, float]
 
@@ -49,7 +49,7 @@ class EngineView(Protocol):
     def now(self) -> Step:
         """Return the step of the running backward, or of the next one."""
 
-    def probing(self, draw: int = 1, *, feedback: bool = True) -> AbstractContextManager[None]:
+    def probing(self, draw: int = 1) -> AbstractContextManager[None]:
         """Return a context in which the engine applies the policy without side effects."""
 
     def disabled(self) -> AbstractContextManager[None]:
@@ -73,15 +73,8 @@ class Decisions(Protocol):
     def check_inside(self) -> None:
         """Refuse a backward that does not run through the engine."""
 
-    def decide(
-        self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
-    ) -> tuple[Tensor, Selection | None]:
-        """Return the gradient to use and its selection; None keeps everything."""
-
-    def decide_linear(
-        self, site: Site, seen: Seen, work: SplitCost, dense_rows: int | None = None
-    ) -> tuple[Tensor, Selection | Split | None, Budget]:
-        """Do the same at a linear, where a policy may select dgrad and wgrad separately; also return the budget."""
+    def decide(self, site: Site, seen: Seen, work: SiteCost, dense_rows: int | None = None) -> Selection | Split | None:
+        """Return the selection of a gradient, a ``Split`` at linears alone; None keeps everything."""
 
     def reads_at(self, site: Site) -> frozenset[Reading]:
         """Return the tensors that the policy at a site reads besides the gradient."""

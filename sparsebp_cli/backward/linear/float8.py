@@ -184,9 +184,8 @@ class _Float8Product(Function):
         (kept, scale, weight), decider = ctx.saved_tensors, ctx.decider
         form, needs = decider.form, Needs(*ctx.needs_input_grad[:3])
         assert isinstance(form, Float8Layout)
-        grad_NO, selection = decider.decide(
-            grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], ctx.input_shape[-1], needs
-        )
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        selection = decider.decide(grad_NO, grad.shape[:-1], ctx.input_shape[-1], needs)
         assert not isinstance(selection, Split), "refused at attach"
         rows = (
             selection if isinstance(selection, Rows) and not decider.reference and form.rows_are_independent else None

@@ -58,8 +58,8 @@ class SelectionSource(ABC):
     @abstractmethod
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, x_ND: Tensor | None = None
-    ) -> tuple[Tensor, Selection | Split | None]:
-        """Return the gradient to use and its selection; None keeps everything. ``x_ND`` is the saved input."""
+    ) -> Selection | Split | None:
+        """Return the selection of a gradient; None keeps everything. ``x_ND`` is the saved input."""
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -277,8 +277,7 @@ def differentiate(
     form, grad_NO = decider.form, grad.reshape(-1, grad.shape[-1])
     read_ND = None if x is None else x.reshape(-1, x.shape[-1])
     x_ND = read_ND if needs.wgrad else None
-    shown_NO = grad_NO
-    grad_NO, selection = decider.decide(shown_NO, grad.shape[:-1], num_inputs, needs, read_ND)
+    selection = decider.decide(grad_NO, grad.shape[:-1], num_inputs, needs, read_ND)
     if isinstance(selection, Split):
         return _split(decider, grad.shape, grad_NO, x_ND, weight, selection, needs, order)
     if selection is not None:
@@ -288,8 +287,7 @@ def differentiate(
         if gradients is not None:
             return gradients
         grad_NO = selection.apply(grad_NO)
-    if grad_NO is not shown_NO:  # else keep the strides of `grad`, which determine the order of sums
-        grad = grad_NO.view(grad.shape)
+        grad = grad_NO.view(grad.shape)  # else keep the strides of `grad`, which determine the order of sums
     dgrad = None if weight is None else _dense_dgrad(grad, form.by_output(weight), order)
     wgrad = None if x_ND is None else form.wgrad(grad_NO, x_ND)
     if unpack is not None:

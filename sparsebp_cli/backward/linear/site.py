@@ -275,10 +275,8 @@ class LinearOverride(ForwardOverride, SelectionSource):
 
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, *_: object
-    ) -> tuple[Tensor, Selection | Split | None]:
-        """Return the gradient to use and the policy's selection of it; ``batch_shape`` is the output's without
-        features.
-        """
+    ) -> Selection | Split | None:
+        """Return the policy's selection of a gradient; ``batch_shape`` is the output's without features."""
         shape, sizes = tuple(batch_shape), self.engine.batch_sizes
         unknown = len(shape) == 1 and bool(sizes) and shape[0] not in (sizes or ())  # such as in a compiled layer
         return self.decide_rows(grad_NO, BatchRows(shape, UNPROVED if unknown else ""), num_inputs, needs)
@@ -292,7 +290,7 @@ class LinearOverride(ForwardOverride, SelectionSource):
         dense_rows: int | None = None,
         readings: Mapping[Reading, Tensor] | None = None,
         saved_share: float = 1.0,
-    ) -> tuple[Tensor, Selection | Split | None]:
+    ) -> Selection | Split | None:
         """Call the policy for a gradient. ``dense_rows`` is its number of rows in the dense backward; None: the same.
         ``saved_share`` is the fraction of wgrad's multiplications with the saved form of the input.
         """
@@ -304,8 +302,7 @@ class LinearOverride(ForwardOverride, SelectionSource):
             self._last = key, site, LinearCost(flops, needs, self.form, saved_share, masked)
         _, site, work = self._last
         seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or _NO_READINGS)
-        grad_NO, selection, _ = self.engine.decisions.decide_linear(site, seen, work, dense_rows)
-        return grad_NO, selection
+        return self.engine.decisions.decide(site, seen, work, dense_rows)
 
 
 @final
@@ -333,7 +330,7 @@ class _Call(SelectionSource):
 
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, x_ND: Tensor | None = None
-    ) -> tuple[Tensor, Selection | Split | None]:
+    ) -> Selection | Split | None:
         rows = BatchRows(tuple(batch_shape)) if self.rows is None else self.rows
         readings = self.readings
         if self.reads_input and x_ND is not None:

@@ -26,7 +26,7 @@ from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.observe.attribution import Attribution
 from sparsebp_cli.backward.observe.graph import Graph, GraphNode
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import EdgeRouter, Selection, Site
+from sparsebp_cli.policy import EdgeRouter, Seen, Selection, Site, Split
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import SiteEngine
@@ -137,10 +137,9 @@ class SelectorVisitor(Visitor):
             raise UnsupportedError(f"sites='nodes' needs dense gradients, got {grad.layout} at {name!r}")
         shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.flatten(0, -2)
         site = Site(name, shown.shape[1], (1,) if grad.dim() < 2 else tuple(grad.shape[:-1]), self._layer_of(module))
-        grad_NO, selection = self._engine.decisions.decide(site, shown, NoCost())
-        if selection is not None:
-            grad_NO = selection.apply(grad_NO)
-        return grad if grad_NO is shown else grad_NO.view(grad.shape)
+        selection = self._engine.decisions.decide(site, Seen(shown), NoCost())
+        assert not isinstance(selection, Split), "refused at attach"
+        return grad if selection is None else selection.apply(shown).view(grad.shape)
 
     def _layer_of(self, module: str) -> int | None:
         return self._layers.number_of(module)
