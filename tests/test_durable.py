@@ -28,7 +28,6 @@ EXEMPT = {
     "cli/housekeeping.py": "renames what it deletes",
     "cli/outlet.py": "the null device",
     "cli/app.py": "error.log, a traceback",
-    "testing/fake.py": "the other side of a fake target",
     "worker/peak_memory.py": "a file of /proc",
     "process/site/sitecustomize.py": "a note of a failure, in a temporary folder; imports nothing of the package",
 }

@@ -11,9 +11,8 @@ def test_depth_keeps_what_every_kind_promises():
 def test_my_cluster_keeps_the_contract():
     check_target("my-cluster", queue="short")
 
-``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers. If you
-write a suite for a new kind, call ``check_repeatable`` and ``check_draws``, which check the promises of all kinds about
-decisions. Call ``check_state`` for policies with a state.
+If you write a suite for a new kind, call ``check_repeatable`` and ``check_draws``, which check the promises of all
+kinds about decisions. Call ``check_state`` for policies with a state.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = [
-    "FakeTarget",
     "check_draws",
     "check_kind",
     "check_policy",
@@ -41,7 +39,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from sparsebp_cli.testing.fake import FakeTarget
     from sparsebp_cli.testing.kind import check_kind
     from sparsebp_cli.testing.policy import check_policy
     from sparsebp_cli.testing.promise import enough, equal, name_of, require, through_json, train_network, vary
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
 else:
     # Imported on first use, because the suites for targets need no torch.
     _FILES = {
-        "FakeTarget": "fake",
         "check_draws": "suite",
         "check_kind": "kind",
         "check_policy": "policy",

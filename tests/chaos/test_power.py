@@ -23,11 +23,11 @@ import pytest
 
 from sparsebp_cli.run import RunFolder, State, manifest
 from sparsebp_cli.run.journal import OUTLINE, scan
-from sparsebp_cli.testing import FakeTarget
 from tests.cli.test_real_worker import RECIPE
 from tests.study.conftest import COMMAND as FAKE_STUDY
 from tests.study.conftest import write_study
 from tests.target.conftest import make_run
+from tests.target.fake import FakeTarget
 from tests.worker.conftest import tiny_folder
 
 __all__ = ["tiny_folder", "write_study"]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.testing import FakeTarget, check_target
+from sparsebp_cli.testing import check_target
+from tests.target.fake import FakeTarget
 
 from . import service
 from .conftest import until

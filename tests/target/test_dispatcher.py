@@ -12,7 +12,7 @@ from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.target.dispatcher import Dispatcher
 from sparsebp_cli.target.engine import Phase, WorkerStatus
 from sparsebp_cli.target.launch import Launch
-from sparsebp_cli.testing import FakeTarget
+from tests.target.fake import FakeTarget
 
 from .conftest import last_end, make_run, until, wait_for_step
 
@@ -306,7 +306,7 @@ def test_a_run_cancelled_before_its_turn_is_never_started(fake: FakeTarget) -> N
 
 def test_a_disk_that_is_full_here_leaves_everything_there(fake: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
-    run, merge_into_run, full = make_run(), "sparsebp_cli.testing.fake.merge_into_run", [True]
+    run, merge_into_run, full = make_run(), "tests.target.fake.merge_into_run", [True]
     from sparsebp_cli.target.archive import merge_into_run as really
 
     def sometimes(*arguments: object) -> None:

@@ -15,8 +15,8 @@ from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.local import LocalTarget
 from sparsebp_cli.target.watcher import LocalRun
-from sparsebp_cli.testing import FakeTarget
 from sparsebp_cli.tracking import SyncResult
+from tests.target.fake import FakeTarget
 
 from .conftest import last_end, launch_of, make_run, until, wait_for_step, watcher_of, worker_of
 

@@ -319,7 +319,7 @@ def test_a_program_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: py
 def test_a_run_with_dangerous_results_has_failed_and_they_stay_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsebp_cli.testing import FakeTarget
+    from tests.target.fake import FakeTarget
 
     fake = FakeTarget(tmp_path / "there")
 

@@ -17,7 +17,7 @@ from sparsebp_cli.run import History, RunFolder, State, create_run
 from sparsebp_cli.target import Job, TargetOptions
 from sparsebp_cli.target.dispatcher import Dispatcher
 from sparsebp_cli.target.remote import RemoteJob, RemoteTarget
-from sparsebp_cli.testing.fake import FakeEngine
+from tests.target.fake import FakeEngine
 
 from ..cli.conftest import Cli, call
 from ..run.test_unreadable import DAMAGES, make_run

@@ -1,4 +1,4 @@
-"""PUBLIC. A target inside this process, without installation. Tests can cut its connection and lose its workers.
+"""A target inside this process, without installation. Tests can cut its connection and lose its workers.
 
 target = FakeTarget(tmp_path / "there")
 job = target.submit(run)
