@@ -41,7 +41,7 @@ from sparsebp_cli.policy import (
     Step,
     make_policies,
 )
-from sparsebp_cli.policy.kind import Kind, load
+from sparsebp_cli.policy.kind import load
 from sparsebp_cli.policy.known_kind import find_aspects, find_facts, find_kind, list_kinds
 from sparsebp_cli.policy.scheduled_option import needs_length
 
@@ -113,7 +113,7 @@ def attach(
     )
     given = replace(given, states=states)
     extensions = _make_extensions(policies, model, given)
-    savings = [extension for _, extension in extensions if isinstance(extension, SavesInputs)]
+    savings = [extension for extension in extensions if isinstance(extension, SavesInputs)]
     if selectors and adapter.names:  # nodes have no names before the first backward
         others = [(saving.policy, saving.scope) for saving in savings]
         decisions.check_disjoint(adapter.names, layers.number_of, others)
@@ -129,11 +129,10 @@ def attach(
         seed=seed,
         num_steps=num_steps,
         states=states,
-        # Sorted by their numbers, because an override wraps the forward that it finds. See decision 29.
+        # The eager update frees gradients, so it comes after every extension that reads them. See decision 29.
         extensions=[
-            *(extension for number, extension in extensions if number < Kind.EAGER_UPDATE),
+            *extensions,
             *choose_update(wrapped, optimizer, options.update, clipping),
-            *(extension for number, extension in extensions if number >= Kind.EAGER_UPDATE),
             *([] if options.segments is None else [Segments(model, options.segments)]),
         ],
     )
@@ -176,10 +175,10 @@ def _find_places(policy: Policy, model: nn.Module, decisions: SiteDecisions, giv
     return () if find is None else find(policy, model, given)
 
 
-def _make_extensions(
-    policies: Sequence[Policy], model: nn.Module, given: Given
-) -> Sequence[tuple[int, EngineExtension]]:
-    """Return the extensions that execute policies, with their numbers, in the order in which they change the model."""
+def _make_extensions(policies: Sequence[Policy], model: nn.Module, given: Given) -> Sequence[EngineExtension]:
+    """Return the extensions that execute policies, in the order in which they change the model: an override wraps the
+    forward that it finds.
+    """
     declared = [
         (number, name, policy)
         for policy in policies
@@ -187,9 +186,9 @@ def _make_extensions(
         if each is not None
         for number, name in each.extensions
     ]
-    found = list[tuple[int, EngineExtension]]()
+    found = list[EngineExtension]()
     # The sort is stable: extensions with the same number keep the order of their policies.
-    for number, name, policy in sorted(declared, key=lambda entry: entry[0]):
+    for _, name, policy in sorted(declared, key=lambda entry: entry[0]):
         make: MakeExtension = load(name)
         extension = make(policy, model, given)
         if extension is None:
@@ -197,7 +196,7 @@ def _make_extensions(
         if not isinstance(extension, EngineExtension):
             base = f"{EngineExtension.__module__.rpartition('.core')[0]}.EngineExtension"
             raise PolicyError(f"{name} of {type(policy).__name__} must make a {base}, got {type(extension).__name__}")
-        found.append((number, extension))
+        found.append(extension)
     return found
 
 

@@ -77,11 +77,6 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
             policy={"reads_gradients": (True,)},
             options={"update": ("eager",)},
         ),
-        Rule(
-            "{policy} sets learning rates, but {update} reads them before the backward; use {update:deferred}",
-            policy={"sets_rates": (True,)},
-            options={"update": ("eager",)},
-        ),
     )
 
 

@@ -3,13 +3,11 @@
 Training one layer at a time, in turn: Qijun Luo, Hengxu Yu and Xiao Li, "BAdam: A Memory Efficient Full Parameter
 Optimization Method for Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. New random layers for
 each turn, with embeddings and head always trained: Rui Pan et al., "LISA: Layerwise Importance Sampling for
-Memory-Efficient Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919. A different layer
-at every step, and a learning rate that changes only once per round through the layers: Yongkang Liu et al., "HiFT: A
-Hierarchical Full Parameter Fine-Tuning Strategy" (EMNLP 2024), https://arxiv.org/abs/2401.15207.
+Memory-Efficient Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919.
 
-We differ. HiFT gives turns to embeddings and head, too; we give turns only to layers. By default the optimizer keeps a
-layer's state after its turn, as LISA's code does; BAdam's code drops it. We train parameters outside the layers at
-every step, unless a pattern freezes them. We make no 32-bit copy of the layers in turn.
+We differ. By default the optimizer keeps a layer's state after its turn, as LISA's code does; BAdam's code drops it. We
+train parameters outside the layers at every step, unless a pattern freezes them. We make no 32-bit copy of the layers
+in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import ClassVar, Literal, Self, final
 from pydantic import Field, PositiveInt, model_validator
 
 from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policies.layer_turn import Order, count_turns, find_in_turn
+from sparsebp_cli.policies.layer_turn import Order, find_in_turn
 from sparsebp_cli.policies.parameter_pattern import Pattern, match
 from sparsebp_cli.policy import MethodCard, Parameter, ParameterSelector, Step
 
@@ -40,8 +38,9 @@ class Frozen(ParameterSelector):
         measured="Saved bytes match the count exactly (results, measurements).",
         code="BAdam (Ledzy/BAdam) and LMFlow, Apache-2.0; LMFlow keeps a layer's state after its turn.",
     )
-    # Options of a cache for outputs of frozen layers, which 0.5 had.
+    # Options of a cache for outputs of frozen layers, and of held learning rates, which 0.5 had.
     former_options: ClassVar[tuple[tuple[str, object], ...]] = (
+        ("learning_rate", "step"),
         ("cache", None),
         ("cache_dtype", "exact"),
         ("cache_padding", "keep"),
@@ -66,15 +65,10 @@ class Frozen(ParameterSelector):
     )
     every: PositiveInt = Field(1, description="Number of optimizer steps in a turn.")
     at_once: PositiveInt = Field(1, description="Number of layers that are trained in one turn.")
-    optimizer_state: Literal["keep", "drop", "cpu"] = Field(
+    optimizer_state: Literal["keep", "drop"] = Field(
         "keep",
         description="What happens to the optimizer state of a layer when its turn ends. keep: nothing. drop: it is "
-        "deleted; the next turn starts without it. cpu: it moves to CPU memory until the next turn.",
-    )
-    learning_rate: Literal["step", "turn", "cycle"] = Field(
-        "step",
-        description="When the learning rate is read from its schedule. step: at each step. turn: at the first step "
-        "of each turn. cycle: at the first step of each round through all layers.",
+        "deleted; the next turn starts without it.",
     )
 
     @model_validator(mode="after")
@@ -83,11 +77,9 @@ class Frozen(ParameterSelector):
             raise ValueError("give either train or freeze: train already freezes all parameters that it does not name")
         if not self.train and not self.freeze and self.turn is None:
             raise ValueError("give train, freeze or turn: without them nothing is frozen")
-        for option in ("order", "every", "at_once", "optimizer_state", "learning_rate"):
+        for option in ("order", "every", "at_once", "optimizer_state"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")
-        if self.order == "independent" and self.learning_rate == "cycle":
-            raise ValueError("learning_rate: cycle needs rounds through all layers, not order: independent; use turn")
         return self
 
     @property
@@ -105,22 +97,6 @@ class Frozen(ParameterSelector):
     @property
     def drops_state(self) -> bool:
         return self.optimizer_state == "drop"
-
-    @property
-    def offloads_state(self) -> bool:
-        return self.optimizer_state == "cpu"
-
-    @property
-    def sets_rates(self) -> bool:
-        return self.learning_rate != "step"
-
-    def rate_step(self, parameters: Sequence[Parameter], step: Step) -> int:
-        if self.learning_rate == "step":
-            return step.index
-        length = self.every
-        if self.learning_rate == "cycle":
-            length *= count_turns(len(_layers(parameters, self._chosen(parameters))), self.at_once)
-        return step.index // length * length
 
     def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
         chosen = self._chosen(parameters)

@@ -28,16 +28,6 @@ class _Turn:
     name: str = "the layers of a turn"
 
 
-def count_turns(num_layers: int, at_once: int) -> int:
-    """Return how many turns a round through all layers has."""
-    return -(-num_layers // at_once)
-
-
-def turn_generator(step: Step, every: int) -> Generator:
-    """Return the generator of a turn, the same in all of its ``every`` steps."""
-    return replace(step, index=step.index // every).generator(_Turn())
-
-
 def find_in_turn(layers: Sequence[int], order: Order, every: int, at_once: int, step: Step) -> set[int]:
     """Return the layers that are in turn at a step.
 
@@ -52,8 +42,8 @@ def find_in_turn(layers: Sequence[int], order: Order, every: int, at_once: int, 
         The indices of the layers in turn.
     """
     if order == "independent":
-        return set(_shuffle(layers, turn_generator(step, every))[:at_once])
-    round_number, number = divmod(step.index // every, count_turns(len(layers), at_once))
+        return set(_shuffle(layers, replace(step, index=step.index // every).generator(_Turn()))[:at_once])
+    round_number, number = divmod(step.index // every, -(-len(layers) // at_once))
     if order == "random":
         layers = _shuffle(layers, replace(step, index=round_number).generator(_Round()))
     elif order == "descending":

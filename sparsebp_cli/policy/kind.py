@@ -50,10 +50,8 @@ class Kind:
             condition on the kind, except for an aspect.
     """
 
-    # Extensions of packages change a model after all built-in ones. The eager update frees gradients, so it comes
-    # after every extension that reads them. See decision 29.
+    # Extensions of packages change a model after all built-in ones. See decision 29.
     OF_PACKAGES: ClassVar[int] = 1_500
-    EAGER_UPDATE: ClassVar[int] = 2_000
 
     policy: type[Any]
     asked: str = ""

@@ -54,29 +54,6 @@ class ParameterSelector(Policy):
         """Whether the engine frees the optimizer's state of a parameter when it is no longer trained."""
         return False
 
-    @property
-    def offloads_state(self) -> bool:
-        """Whether the engine moves the optimizer's state of a parameter to CPU memory while it is not trained."""
-        return False
-
-    @property
-    def sets_rates(self) -> bool:
-        """Whether :meth:`rate_step` may return an earlier step."""
-        return False
-
-    def rate_step(self, parameters: Sequence[Parameter], step: Step) -> int:
-        """Return the step whose learning rate applies: this one, or an earlier one at which the rate was last set.
-
-        Args:
-            parameters: All parameters that the model would train, as for :meth:`select`.
-            step: The current step.
-
-        Returns:
-            The index of a step, from 0 to ``step.index``.
-        """
-        del parameters
-        return step.index
-
     @abstractmethod
     def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
         """Select parameters.
@@ -100,7 +77,6 @@ def _find_facts(policy: ParameterSelector) -> Mapping[str, object]:
     return {
         "changes": policy.changes,
         "names_layers": policy.changes,
-        "sets_rates": policy.sets_rates,
         "chooses_parameters": True,
     }
 
@@ -111,10 +87,7 @@ _DDP = "DDP waits for a gradient of every parameter that was trainable when DDP 
 PARAMETER_SELECTOR = Kind(
     ParameterSelector,
     asked="The policy decides at the start of each step. Parameters that a step does not train have no gradient.\n",
-    extensions=(
-        (300, "sparsebp_cli.backward.kind.parameter.extension:ParameterExtension"),
-        (2_100, "sparsebp_cli.backward.kind.parameter.learning_rate:make_rates"),
-    ),
+    extensions=((300, "sparsebp_cli.backward.kind.parameter.extension:ParameterExtension"),),
     places="sparsebp_cli.backward.kind.parameter.extension:find_places",
     suite="sparsebp_cli.testing.parameter:check_parameter_selector",
     at_sites=True,

@@ -50,7 +50,6 @@ def check_parameter_selector(policy: ParameterSelector) -> None:
     _check_repeatable(policy)
     _check_changes(policy)
     _check_exact(policy)
-    _check_rates(policy)
     _check_gradients(policy)
 
 
@@ -81,19 +80,6 @@ def _check_exact(policy: ParameterSelector) -> None:
     whole = all(_choose(policy, index) == names for index in range(NUM_STEPS))
     require(not policy.exact or whole, f"{name_of(policy)}: declares exact, but does not train all parameters")
     require(policy.exact or not policy.unbiased, f"{name_of(policy)}: declares unbiased, but not exact")
-
-
-def _check_rates(policy: ParameterSelector) -> None:
-    earlier = 0
-    for index in range(NUM_STEPS):
-        held = policy.rate_step(_parameters(), _at(policy, index))
-        text = (
-            f"{name_of(policy)}: rate_step must be this step, {index}, or the step that it returned before, got {held}"
-        )
-        require(held in (index, earlier), text)
-        earlier = held
-        same = policy.sets_rates or held == index
-        require(same, f"{name_of(policy)}: sets learning rates, but declares sets_rates = False")
 
 
 def _check_gradients(policy: ParameterSelector) -> None:

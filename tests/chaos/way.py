@@ -57,9 +57,6 @@ WAYS: dict[str, Sections] = {
     "frozen in turn, independent, state dropped": _policy(
         "frozen", order="independent", optimizer_state="drop", **_TURNS
     ),
-    "frozen in turn, rate held": _policy(
-        "frozen", order="random", optimizer_state="cpu", learning_rate="cycle", **_TURNS
-    ),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "subnet": _policy("subnet", keep=0.3, batches=2),
     "max-child": _policy("max-child", leaves="always", ties="random") | _NODES,

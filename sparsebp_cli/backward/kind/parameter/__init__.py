@@ -1,1 +1,1 @@
-"""Execution of parameter selectors: which parameters a step trains, and at which learning rates."""
+"""Execution of parameter selectors: which parameters a step trains."""

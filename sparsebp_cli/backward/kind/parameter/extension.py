@@ -18,7 +18,6 @@ from typing_extensions import override
 from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.decoder.decoder import find_reentrant
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.kind.parameter.optimizer_state import OffloadedState
 from sparsebp_cli.backward.kind.required_grads import claim_needed
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.internals import parameter_of
@@ -57,9 +56,6 @@ class ParameterExtension(EngineExtension):
         self._frozen_here: set[str] = set()  # names of parameters that this extension froze, not the user
         self._handles: list[RemovableHandle] = []
         self._notes: dict[str, str] = {}  # the engine's notes
-        self._offloaded: OffloadedState | None = None
-        if policy.offloads_state and given.optimizer is not None:
-            self._offloaded = OffloadedState(given.optimizer)
 
     @property
     @override
@@ -77,8 +73,6 @@ class ParameterExtension(EngineExtension):
 
     def remove(self) -> None:
         self.enable(False)
-        if self._offloaded is not None:
-            self._offloaded.bring_all()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -102,11 +96,6 @@ class ParameterExtension(EngineExtension):
             # Only of parameters that leave: a resumed optimizer may have the state of a later step than at attach.
             for name in before - self._trained:
                 self._optimizer.state.pop(self._get(name), None)
-        if self._offloaded is not None:
-            for name in self._trained:
-                self._offloaded.bring(self._get(name))
-            for name in self.frozen:
-                self._offloaded.send(self._get(name))
         if isinstance(self._policy, Stateful) and self._trained != before:
             self._notes[f"parameters from step {step.index}"] = f"{self._describe()} from step {step.index + 1} on"
         self.enable(self._enabled)
