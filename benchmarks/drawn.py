@@ -20,16 +20,12 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
 
 PACKED = {"name": "lossless", "verify": "never"}
-TOKENS = {"name": "tokens", "score": "entropy", "draw": "proportional", "keep": 0.2}
 UNIFORM = {"name": "uniform", "keep": 0.25, "start": 0, "end": 1, "interrupt": 0}
 FORMS: dict[str, list[Any]] = {
     "plain": [],
-    "tokens, a fifth": [TOKENS],
     "uniform, a quarter": [UNIFORM],
     "lossless": [PACKED],
-    "lossless, tokens, a fifth": [PACKED, TOKENS],
     "lossless, uniform, a quarter": [PACKED, UNIFORM],
-    "lossless, uniform, a quarter, tokens, a fifth": [PACKED, UNIFORM, TOKENS],
 }
 
 

@@ -15,7 +15,7 @@ from sparsebp_cli.backward.decoder.layout import AttentionLayout, BranchLayout, 
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
 from sparsebp_cli.backward.kind.example_loss import check_logits, compare_losses, count_targets, sum_losses
-from sparsebp_cli.backward.kind.fused_head import FusedHeadExtension, has_fused_head
+from sparsebp_cli.backward.kind.fused_head import has_fused_head
 from sparsebp_cli.backward.kind.model_output import with_changes
 from sparsebp_cli.backward.kind.required_grads import claim_needed
 from sparsebp_cli.backward.kind.score.cost import ScoringCost
@@ -54,7 +54,6 @@ __all__ = [
     "FlopEstimate",
     "ForwardOverride",
     "ForwardPatches",
-    "FusedHeadExtension",
     "Given",
     "GradStore",
     "GradientComparison",

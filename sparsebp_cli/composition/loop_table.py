@@ -89,8 +89,7 @@ def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule,
                     (True,),
                     {**chooses, "fits_head": (False,)},
                     "trl's fused head, whose loss uses all labels; supported: policies that choose examples without a "
-                    "score, and tokens with mode: exact, chosen from all labels of the batch by chance, loss or "
-                    "entropy, without a data column",
+                    "score. A trl trainer leaves this head on the model: before your own loop, run `del model.forward`",
                 ),
                 (
                     "torch_compile",

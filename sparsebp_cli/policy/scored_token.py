@@ -102,11 +102,6 @@ class ScoredTokenSelector(TokenSelector):
         return self.mask_column
 
     @property
-    def fits_head(self) -> bool:
-        known = self.needs <= {"loss", "entropy"} and not self.reads
-        return known and self.mode == "exact" and self.within == "batch"
-
-    @property
     def budget(self) -> float | None:
         if self.mask_column is not None:
             return None

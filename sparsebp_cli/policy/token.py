@@ -107,13 +107,6 @@ class TokenSelector(ReferenceReader):
         return None
 
     @property
-    def fits_head(self) -> bool:
-        """Whether ``choose`` works under a fused head, whose trainer computes its own loss from all labels' values.
-        ``choose`` then gets one example (1, T) without ids and columns, with only the scores ``loss`` and ``entropy``.
-        Positions that it does not choose have no gradient, but the reported loss includes them."""
-        return False
-
-    @property
     @abstractmethod
     def budget(self) -> float | None:
         """Fraction of the targets that is trained after the warm-up, in (0, 1]; None if it depends on the data."""
@@ -137,7 +130,7 @@ def _find_facts(policy: TokenSelector) -> Mapping[str, object]:
         "trains_all": not policy.needs and policy.budget == 1.0,
         "columns": policy.reads,
         "candidate_column": policy.candidate_column,
-        "fits_head": policy.fits_head,
+        "fits_head": False,
     }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise, permutations
 from typing import Any
 
 import torch
@@ -53,20 +51,3 @@ def policy_loss(output: Any, weights: Tensor, beta: float = 0.05) -> Tensor:
     best = torch.min(ratio * weights[:, None], ratio.clamp(0.8, 1.2) * weights[:, None])
     away = before - 0.2 - log_prob
     return ((-best + beta * (away.exp() - away - 1)) * known).sum() / known.sum()
-
-
-def draws(probability_N: Tensor, num_kept: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """All outcomes of systematic sampling in random order, and their probabilities: after Madow (1949), by hand."""
-    found: dict[tuple[int, ...], float] = {}
-    orders = list(permutations(range(len(probability_N))))
-    for order in orders:
-        ends = [0.0]
-        for number in order:
-            ends.append(ends[-1] + float(probability_N[number]))
-        cuts = sorted({0.0, 1.0, *(end % 1.0 for end in ends)})
-        for low, high in pairwise(cuts):
-            points = [(low + high) / 2 + number for number in range(num_kept)]
-            hit = [n for n, a, b in zip(order, ends, ends[1:], strict=False) if any(a < p <= b for p in points)]
-            outcome = tuple(sorted(hit))
-            found[outcome] = found.get(outcome, 0.0) + (high - low) / len(orders)
-    yield from ((share, outcome) for outcome, share in found.items() if share > 1e-9)

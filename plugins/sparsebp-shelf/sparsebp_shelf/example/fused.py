@@ -22,11 +22,13 @@ from typing_extensions import override
 from sparsebp_cli.backward import (
     Chosen,
     DensePass,
+    EngineExtension,
     ForwardOverride,
-    FusedHeadExtension,
+    ForwardPatches,
     PassEstimate,
     count_targets,
     has_fused_head,
+    refuse_uncalled,
     upload,
 )
 from sparsebp_cli.errors import UnsupportedError
@@ -38,27 +40,46 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward import EngineView, Given, PolicyStates
 
 
+ARGUMENT = "fused_lm_head"  # of trl's forward
+LEFT = "a trl trainer leaves this head on the model: before your own loop, run `del model.forward`"
+
+
 @final
-class FusedExamples(FusedHeadExtension[ExampleSelector]):
+class FusedExamples(EngineExtension):
     """Carry out an example selector's choices in a model with trl's fused head.
 
     Raises :class:`UnsupportedError` for a selector that scores or weighs examples.
     """
 
+    policy: ExampleSelector
+    was_called: bool  # whether the forward has chosen
     share: float
 
     def __init__(self, policy: ExampleSelector, model: nn.Module, states: PolicyStates) -> None:
         if not policy.fits_head or policy.weighs:
             raise UnsupportedError(
                 f"{type(policy).__name__} is not supported with trl's fused head: use a policy that chooses "
-                f"examples without scores of the model and without weights; {FusedHeadExtension.LEFT}"
+                f"examples without scores of the model and without weights; {LEFT}"
             )
-        super().__init__(policy, model, states)
+        self.policy, self.model, self._states = policy, model, states
+        self._patches, self.was_called = ForwardPatches(), False
         self.share = 1.0  # fraction of the last batch's examples that was chosen
 
     def install(self, engine: EngineView) -> None:
         self._engine = engine
         self._patches.install(self.model, FusedExamplesForward(self, engine))
+
+    def remove(self) -> None:
+        self._patches.remove()
+
+    @override
+    def check_called(self) -> None:
+        if not self.was_called:
+            if self.model.training:
+                raise UnsupportedError(
+                    f"{type(self.policy).__name__} was not called: no forward went through trl's fused head; {LEFT}"
+                )
+            refuse_uncalled(self.policy, self.model)
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
@@ -103,11 +124,11 @@ class FusedExamplesForward(ForwardOverride):
         active = self._engine.enabled and self._model.training and torch.is_grad_enabled()
         if self.is_removed or not active:
             return self.run_covered(self._model, *args, **kwargs)
-        if not kwargs.get(FusedHeadExtension.ARGUMENT):
+        if not kwargs.get(ARGUMENT):
             raise UnsupportedError(
                 f"{type(self._extension.policy).__name__} chooses examples under trl's fused head, but the model "
                 "was called in training without this head: put that forward under engine.disabled(); "
-                f"{FusedHeadExtension.LEFT}"
+                f"{LEFT}"
             )
         self._extension.was_called = True
         label_BT = kwargs.get("labels")

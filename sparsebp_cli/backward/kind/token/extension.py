@@ -20,14 +20,12 @@ from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalle
 from sparsebp_cli.backward.core.loss_weight import calls_loss_function, has_causal_loss, has_weights
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
-from sparsebp_cli.backward.kind.fused_head import has_fused_head
 from sparsebp_cli.backward.kind.model_output import with_changes
 from sparsebp_cli.backward.kind.score.scorer import next_tokens
 from sparsebp_cli.backward.kind.score.token_scores import TokenChooser
 from sparsebp_cli.backward.kind.token.classifier import check_choice, check_selector, read_positions, run_head
 from sparsebp_cli.backward.kind.token.compiled import GraphTokens, list_rows
 from sparsebp_cli.backward.kind.token.flop_claim import Sizes, claim
-from sparsebp_cli.backward.kind.token.fused import FusedTokens
 from sparsebp_cli.backward.kind.token.layers import LayerStack, has_dropout, narrows, no_graph
 from sparsebp_cli.backward.kind.token.loss import (
     NumItems,
@@ -438,25 +436,17 @@ def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_r
     return logits
 
 
-def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | FusedTokens | None:
-    """Return the extension for a token selector that skips rows itself; None if a packer skips them. Under trl's fused
-    head, return an extension even with a packer, since it skips rows of the head's backward.
+def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | None:
+    """Return the extension for a token selector that skips rows itself; None if a packer skips them.
 
     Raise :class:`UnsupportedError` if the model's architecture is unknown, or it is attached.
     """
-    fused = _find_fused(model)
-    if fused is not None:
-        return FusedTokens(policy, fused, given.states)
     return None if given.packs else _make(policy, model, given)
 
 
 def make_chooser(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | None:
     """Return the extension for a token selector whose choice a packer executes; it wraps the packer's forward."""
-    return _make(policy, model, given) if given.packs and _find_fused(model) is None else None
-
-
-def _find_fused(model: nn.Module) -> nn.Module | None:
-    return next((module for module in model.modules() if has_fused_head(module)), None)
+    return _make(policy, model, given) if given.packs else None
 
 
 def _make(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension:
