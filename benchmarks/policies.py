@@ -50,7 +50,6 @@ WAYS: Ways = {
     "subnet 0.1 rows": {"name": "subnet", "by": "random"},
     "tokens 0.25 detach": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "detach"},
     "tokens 0.25 in proportion": {"name": "tokens", "score": "gradient_norm", "keep": 0.25, "draw": "proportional"},
-    "tokens 0.25 stop": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "stop"},
     "topk 0.25": {"name": "topk", "keep": 0.25, **HEAD},
     "uniform 0.5": {"name": "uniform", "keep": 0.5, **BEGIN},
     "vcas, before control": {"name": "vcas", **HEAD},

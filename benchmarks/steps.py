@@ -90,7 +90,7 @@ def list_ways() -> list[Way]:
     return found
 
 
-MODES = ("detach", "exact", "stop")
+MODES = ("detach", "exact")
 
 
 class LoRA(nn.Module):

@@ -4,10 +4,6 @@
 https://arxiv.org/abs/2404.07965. We differ: they select a fraction of the batch's tokens; we can also select within
 each example. Our backward can skip the work for untrained tokens (``mode``); theirs does not.
 
-``carry: random`` with ``mode: detach``: Antoine Simoulin et al., "Memory-Efficient Fine-Tuning of Transformers via
-Token Selection" (TokenTune, EMNLP 2024), https://arxiv.org/abs/2501.18824. We differ: our ``carry_keep`` is a fraction
-of each example's positions; theirs is a number of positions. ``mode: stop`` is ours.
-
 ``draw: proportional`` is importance sampling of tokens. Angelos Katharopoulos and François Fleuret (ICML 2018),
 https://arxiv.org/abs/1803.00942, sample examples like this; ``score: gradient_norm`` is their bound of a gradient.
 """
@@ -40,7 +36,7 @@ class SelectedTokens(ScoredTokenSelector):
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="mode: exact if you train a part of the labels; best with lossless, which then computes only what these "
-        "labels need. detach or stop if a faster step may be biased. The largest losses are often noise.",
+        "labels need. detach if a faster step may be biased. The largest losses are often noise.",
         year=2024,
         saves=("time", "memory"),
         work="(1 + 2 * carried) / 3",
@@ -63,7 +59,10 @@ class SelectedTokens(ScoredTokenSelector):
         "target tokens.",
     )
 
-    former_options: ClassVar[tuple[tuple[str, object], ...]] = (("attention_weight", None),)  # of score: tokenseek
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (
+        *ScoredTokenSelector.former_options,
+        ("attention_weight", None),  # of score: tokenseek
+    )
 
     @model_validator(mode="after")
     def _has_budget(self) -> Self:
@@ -88,7 +87,7 @@ class SelectedTokens(ScoredTokenSelector):
         drawn = self.draw == "proportional" or (
             self.score == "random" and self.within == "batch" and self.mask_column is None
         )
-        return self.exact or (drawn and self.carries_all)
+        return self.exact or (drawn and self.mode == "exact")
 
     @property
     def control(self) -> dict[str, object] | None:

@@ -129,8 +129,8 @@ BATCH_PACKER = Kind(
         ),
         Rule(
             "{other} and {policy} in one forward is supported only in mode: exact: set it, or give one of them",
-            why="The modes detach and stop treat some positions as constants, which they find by example and position.",
-            other={"kind": ("TokenSelector",), "mode": ("detach", "stop")},
+            why="Mode detach treats some positions as constants, which it finds by example and position.",
+            other={"kind": ("TokenSelector",), "mode": ("detach",)},
         ),
         one_process(
             "The backward of shared prefixes comes last, after the processes have summed their gradients.",

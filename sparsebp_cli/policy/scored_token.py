@@ -7,7 +7,7 @@ remains a tensor. Shape letters: B examples, T positions.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,13 @@ Quantile = Annotated[float, Field(ge=0.0, le=1.0)]
 class ScoredTokenSelector(TokenSelector):
     """A token selector that scores every position. A plugin implements :meth:`score_tokens`, :attr:`needs` and
     :attr:`unbiased`."""
+
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (
+        ("keep_warmup_steps", 0),
+        ("carry", "trained"),
+        ("carry_column", None),
+        ("carry_keep", None),
+    )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None,
@@ -40,19 +47,6 @@ class ScoredTokenSelector(TokenSelector):
     mask_column: str | None = Field(
         None, description="Column of the data that marks the trainable tokens; null: all tokens with a label."
     )
-    carry: Literal["trained", "real", "column", "random"] = Field(
-        "trained",
-        description="Positions whose gradient is computed in modes detach and stop. trained: only trained positions. "
-        "real: all but padding. column: also those that carry_column marks. random: also random ones.",
-    )
-    carry_column: str | None = Field(
-        None, description="With 'carry: column': column of the data that marks these positions."
-    )
-    carry_keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None,
-        description="With 'carry: random': fraction of each example's positions whose gradient is computed: trained "
-        "positions first, then random ones.",
-    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -60,14 +54,6 @@ class ScoredTokenSelector(TokenSelector):
             raise ValueError("give either keep or band: each of them selects the trained tokens")
         if self.band is not None and not self.band[0] < self.band[1]:
             raise ValueError(f"band must be [low, high] with low below high, got [{self.band[0]}, {self.band[1]}]")
-        if (self.carry == "column") != (self.carry_column is not None):
-            raise ValueError("carry: column needs carry_column, and the reverse: give both or neither")
-        if (self.carry == "random") != (self.carry_keep is not None):
-            raise ValueError("carry: random needs carry_keep, and the reverse: give both or neither")
-        if self.carry != "trained" and self.mode == "exact":
-            raise ValueError(
-                f"carry: {self.carry} needs mode: detach or stop; mode: exact computes the gradient of all positions"
-            )
         return self
 
     @abstractmethod
@@ -86,16 +72,11 @@ class ScoredTokenSelector(TokenSelector):
     @property
     def exact(self) -> bool:
         all_trained = self.mask_column is None and self.band in (None, (0.0, 1.0)) and self.keep in (None, 1.0)
-        return all_trained and self.carries_all
-
-    @property
-    def carries_all(self) -> bool:
-        """Whether the gradient equals the gradient of the masked loss with these options."""
-        return self.mode == "exact" or self.carry == "real" or self.carry_keep == 1.0
+        return all_trained and self.mode == "exact"
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset(name for name in (self.mask_column, self.carry_column) if name is not None)
+        return frozenset() if self.mask_column is None else frozenset({self.mask_column})
 
     @property
     def candidate_column(self) -> str | None:
@@ -114,14 +95,7 @@ class ScoredTokenSelector(TokenSelector):
         score_BT = self.score_tokens(tokens, step)
         if score_BT is not None:
             trained_BT, weight_BT = self.pick(score_BT, trained_BT, tokens, step)
-        if self.carry == "trained":
-            return TokenChoice(trained_BT, trained_BT, weight_BT)
-        carries_BT = tokens.real_BT
-        if self.carry_keep is not None:
-            carries_BT = self._draw_carried(self.carry_keep, trained_BT, tokens, step)
-        if self.carry_column is not None:
-            carries_BT = carries_BT & (tokens.columns[self.carry_column] != 0)
-        return TokenChoice(trained_BT, carries_BT | trained_BT, weight_BT)
+        return TokenChoice(trained_BT, trained_BT, weight_BT)
 
     def pick(
         self,
@@ -160,19 +134,6 @@ class ScoredTokenSelector(TokenSelector):
         first = ((1.0 - high) * number.double()).round().minimum(number - count)
         rank = torch.arange(candidate.shape[1], device=candidate.device)
         return torch.zeros_like(candidate).scatter(1, order, (rank >= first) & (rank < first + count)).view(shape)
-
-    @staticmethod
-    def _draw_carried(share: float, trained_BT: Tensor, tokens: Tokens, step: Step) -> Tensor:
-        """Return a fraction of the positions of each example: the trained ones first, then random ones."""
-        import torch
-
-        device, real_BT = trained_BT.device, tokens.real_BT | trained_BT
-        # A random policy may use the first half of these numbers as scores. The second half is independent of them.
-        order_BT = torch.rand((2, *real_BT.shape), generator=step.generator(tokens, device), device=device)[1]
-        order_BT = order_BT.masked_fill(trained_BT, 2.0).masked_fill(~real_BT, -1.0)
-        count_B1 = (share * real_BT.sum(1, keepdim=True).double()).round().clamp(min=1)
-        rank_BT = order_BT.argsort(1, descending=True).argsort(1)
-        return (rank_BT < count_B1) & real_BT
 
 
 def _at_predictor(column_BT: Tensor) -> Tensor:

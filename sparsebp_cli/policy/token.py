@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Score = Literal["loss", "entropy", "gradient_norm", "reference_loss"]
-TokenMode = Literal["exact", "detach", "stop"]
+TokenMode = Literal["exact", "detach"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class TokenChoice:
 
     Args:
         trained_BT: Positions whose loss counts; only targets.
-        carries_BT: Positions that carry gradient: at least the trained ones, and no padding. Only the modes
-            ``detach`` and ``stop`` use it.
+        carries_BT: Positions that carry gradient: at least the trained ones, and no padding. Only the mode
+            ``detach`` uses it.
         weight_BT: Factor of the loss of each trained position, (B, T), floating-point, finite, at least 0; other
             entries are ignored. The number of all targets divides the sum of the weighted losses, so 1 / probability
             makes a random choice unbiased. None: the loss is the mean over the trained positions. Weights need the
@@ -79,8 +79,7 @@ class TokenSelector(ReferenceReader):
     mode: TokenMode = Field(
         "exact",
         description="exact: compute the gradient of the masked loss and skip work that it does not need. detach: "
-        "treat the keys and values of the other positions as constants; biased, and much faster. stop: like "
-        "detach, but their gradients still train the key and value weights; less biased.",
+        "treat the keys and values of the other positions as constants; biased, and much faster.",
     )
 
     @property
@@ -127,7 +126,6 @@ class TokenSelector(ReferenceReader):
 def _find_facts(policy: TokenSelector) -> Mapping[str, object]:
     return {
         "mode": policy.mode,
-        "trains_all": not policy.needs and policy.budget == 1.0,
         "columns": policy.reads,
         "candidate_column": policy.candidate_column,
         "fits_head": False,
@@ -152,12 +150,9 @@ TOKEN_SELECTOR = Kind(
     limits=(
         Rule(
             "{policy} chooses among token labels, so it needs {format:text} or completion, got {format:=}",
-            why="A classification has one label per example. `score: mask` without keep works: carry then chooses "
-            "positions.",
-            policy={"trains_all": (False,)},
-            options={"format": ("classification",)},
+            why="A classification has one label per example.",
+            options={"format": ("classification", "regression")},
         ),
-        not_with("format", ("regression",), "it computes cross-entropy losses only"),
         at_linears("Node gradients are stored by an index among all positions."),
         not_with("segments", GIVEN, "it runs layers only for some positions"),
     ),

@@ -42,7 +42,6 @@ def _tokens(mode: str) -> Way:
 WAYS = (
     _tokens("exact"),
     _tokens("detach"),
-    _tokens("stop"),
     Way("selective-backprop", {"name": "selective-backprop", **_CHOICE}),
     Way("importance", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
     Way("rho", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),

@@ -57,7 +57,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dither": ("dither", {}, {}),
     "tokens detach": ("tokens", {"keep": 0.25, "score": "random", "mode": "detach"}, {}),
     "tokens exact": ("tokens", {"keep": 0.25, "score": "random", "mode": "exact"}, {}),
-    "tokens stop": ("tokens", {"keep": 0.25, "score": "random", "mode": "stop"}, {}),
     "tokens by loss": ("tokens", {"keep": 0.25, "score": "loss", "mode": "detach"}, {}),
     "selective-backprop": ("selective-backprop", {"keep": 0.5, "start": 0.0}, {"num_steps": 10}),
     "uniform": ("uniform", {"keep": 0.5, "start": 0.0}, {"num_steps": 10}),

@@ -44,7 +44,6 @@ _FITTING: dict[str, list[Any]] = {
     "reference": ["austen-llama"],
     "band": [[0.25, 0.75]],
     "mask_column": ["loss_mask"],
-    "carry_column": ["prompt"],
     "rows": [["layers.0.up_proj", "layers.0.gate_proj"]],
     "columns": [["layers.0.down_proj"]],
     "blocks": [["layers.1.up_proj"]],

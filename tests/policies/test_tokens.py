@@ -32,12 +32,8 @@ SCORES: list[dict[str, Any]] = [
 FLOWS: list[dict[str, Any]] = [
     {},
     {"mode": "detach"},
-    {"mode": "detach", "carry": "real"},
-    {"mode": "stop"},
-    {"mode": "stop", "carry": "real"},
-    {"mode": "detach", "carry": "column", "carry_column": "prompt"},
     {"mask_column": "loss_mask"},
-    {"mode": "detach", "mask_column": "loss_mask", "carry": "real"},
+    {"mode": "detach", "mask_column": "loss_mask"},
 ]
 
 
@@ -110,31 +106,6 @@ def test_the_mask_speaks_of_tokens_and_is_heeded_where_they_are_predicted() -> N
     assert not nothing.trained_BT.any()
 
 
-def test_what_carries_gradient_is_apart_from_what_is_trained() -> None:
-    column_BT = torch.zeros(2, 8)
-    column_BT[:, 1] = column_BT[1, 7] = 1  # padding carries nothing
-    options = {"score": "loss", "keep": 0.25, "mode": "detach"}
-    trained_BT = chosen(shown(SCORE_BT), **options).trained_BT
-    real = chosen(shown(SCORE_BT), **options, carry="real")
-    assert torch.equal(real.carries_BT, shown().real_BT)
-    marked = chosen(shown(SCORE_BT, prompt=column_BT), **options, carry="column", carry_column="prompt")
-    expected_BT = trained_BT.clone()
-    expected_BT[:, 1] = True
-    assert torch.equal(marked.carries_BT, expected_BT)
-    assert torch.equal(marked.trained_BT, trained_BT)
-
-
-def test_random_positions_that_carry_are_drawn_apart_from_those_that_are_trained() -> None:
-    whole_BT = torch.ones(2, 1000, dtype=torch.bool)
-    options = {"score": "random", "keep": 0.1, "within": "example", "mode": "detach", "carry": "random"}
-    choice = chosen(Tokens(None, whole_BT, whole_BT), **options, carry_keep=0.5)
-    assert choice.trained_BT.sum(1).tolist() == [100, 100]
-    assert choice.carries_BT.sum(1).tolist() == [500, 500]
-    assert bool((choice.carries_BT | ~choice.trained_BT).all())
-    rate = float(choice.carries_BT[:, ::2].float().mean())  # half of any positions, within four standard errors
-    assert abs(rate - 0.5) < 4 * (0.25 / 1000) ** 0.5
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -148,14 +119,8 @@ def test_random_positions_that_carry_are_drawn_apart_from_those_that_are_trained
         ({"score": "loss", "band": [0.5, 0.2]}, r"low below high, got \[0.5, 0.2\]"),
         ({"score": "loss", "band": [0.5, 1.2]}, "less than or equal to 1"),
         ({"score": "loss", "keep": 0.0}, "greater than 0"),
-        ({"score": "mask", "carry": "column", "mode": "detach"}, "give both or neither"),
-        ({"score": "mask", "carry_column": "prompt", "mode": "detach"}, "give both or neither"),
-        (
-            {"score": "mask", "carry": "random", "mode": "stop"},
-            "carry: random needs carry_keep, and the reverse",
-        ),
-        ({"score": "mask", "carry": "random", "carry_keep": 0.5}, "carry: random needs mode: detach"),
-        ({"score": "mask", "carry": "real"}, "carry: real needs mode: detach"),
+        ({"score": "mask", "mode": "stop"}, "Input should be 'exact' or 'detach'"),
+        ({"score": "mask", "carry": "real"}, "Extra inputs are not permitted"),
         (
             {"score": "los", "keep": 0.5},
             "Input should be 'mask', 'random', 'loss', 'excess', ",

@@ -206,8 +206,6 @@ POLICIES: list[dict[str, Any]] = [
         "mask_column": "answer",
         "within": "example",
         "mode": "detach",
-        "carry": "column",
-        "carry_column": "first",
     },
     {"name": "selective-backprop", **ALWAYS, "keep": 0.5, "scale_factor": 0.5},
     {"name": "uniform", "interrupt": 0},

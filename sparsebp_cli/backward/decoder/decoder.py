@@ -33,20 +33,15 @@ class Layer:
     core: nn.Module  # its attention
     attention: AttentionLayout
     argument_names: tuple[str, ...]  # arguments of its forward, in order; hidden states come first
-    norm: nn.Module | None  # the norm whose output the attention reads; None: it reads the residual stream
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A causal language model of transformers, its output head and its layers in order.
-
-    If ``is_classifier``, its head classifies each example by one position.
-    """
+    """A causal language model of transformers, its output head and its layers in order."""
 
     model: nn.Module
     head: nn.Module
     layers: tuple[Layer, ...]
-    is_classifier: bool = False
 
     @cached_property
     def pair_cost(self) -> float:
@@ -89,21 +84,14 @@ class Decoder:
         return name
 
 
-def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
-    """Find the causal language model in a model or wrapper, such as peft's. ``or_classifier``: also accept
-    transformers' decoders that classify an example by its last token.
+def find_decoder(model: nn.Module) -> Decoder:
+    """Find the causal language model in a model or wrapper, such as peft's.
 
     Raises :class:`UnsupportedError` if there is none, or its architecture is unknown.
     """
     causal = next((module for module in model.modules() if _has_head(module)), None)
-    classifier = next((module for module in model.modules() if or_classifier and _classifies(module)), None)
     if causal is None:
-        causal = classifier
-    if causal is None:
-        needed = "a causal language model of transformers"
-        if or_classifier:
-            needed = "a transformers decoder that predicts tokens, or classifies by the last token"
-        raise UnsupportedError(f"token selection needs {needed}, got {_name(model)}")
+        raise UnsupportedError(f"token selection needs a causal language model of transformers, got {_name(model)}")
     config: Any = causal.config
     for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
         if getattr(config, option, False):
@@ -121,15 +109,12 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
                 f"under the name {_name(module)}"
             )
             raise UnsupportedError(f"token selection does not know {_name(module)}: {reason}")
-        core, attention, branch = known
-        before = branch.norm_before(module)
-        norm = getattr(module, before) if before else None
+        core, attention = known
         arguments = argument_names(module)
-        layers.append(Layer(numbers.names[number], module, core, attention.fitted(arguments), arguments, norm))
+        layers.append(Layer(numbers.names[number], module, core, attention.fitted(arguments), arguments))
     if not layers:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
-    head = causal.score if causal is classifier else cast("Any", causal).get_output_embeddings()
-    decoder = Decoder(causal, cast("nn.Module", head), tuple(layers), causal is classifier)
+    decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))
     # Raise now, before anything changes, rather than in the first forward.
     _ = decoder.implementation
     return decoder
@@ -152,7 +137,7 @@ def refuse_prompt(model: nn.Module, name: str, mode: str) -> None:
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
                 f"{name} in mode {mode} computes no gradient for the trained prompt of {_name(module)}, because "
-                "the prompt has no labels: set carry: real, or mode: exact"
+                "the prompt has no labels: set mode: exact"
             )
 
 
@@ -235,13 +220,6 @@ def _has_head(module: nn.Module) -> bool:
     if not is_pretrained(module):
         return False
     return "labels" in argument_names(module) and module.get_output_embeddings() is not None  # type: ignore[operator]
-
-
-def _classifies(module: nn.Module) -> bool:
-    """Return whether a module is a transformers classifier by the last token. All of them share one forward."""
-    loaded = sys.modules.get("transformers.modeling_layers")
-    known = loaded and loaded.GenericForSequenceClassification
-    return isinstance(known, type) and isinstance(module, known) and type(module).forward is vars(known)["forward"]
 
 
 def _name(module: nn.Module) -> str:

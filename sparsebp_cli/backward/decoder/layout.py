@@ -117,14 +117,14 @@ def find_child(module: nn.Module, name: str, default: object = None) -> object:
 
 def find_attention(
     layer: nn.Module, layouts: Mapping[str, tuple[BranchLayout, ...]]
-) -> tuple[nn.Module, AttentionLayout, BranchLayout] | None:
-    """Return the attention of a decoder's layer and its layouts; None if ``layouts`` do not contain its class."""
+) -> tuple[nn.Module, AttentionLayout] | None:
+    """Return the attention of a decoder's layer and its layout; None if ``layouts`` do not contain its class."""
     branches = layouts.get(type(layer).__name__, ())
     found = next((branch for branch in branches if branch.attention is not None), None)
     core = None if found is None else find_child(layer, found.core)
     if found is None or found.attention is None or not isinstance(core, nn.Module):
         return None
-    return core, found.attention, found
+    return core, found.attention
 
 
 _SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"))

@@ -75,26 +75,9 @@ def constant_keys(model: nn.Module, carries_BT: Tensor) -> Iterator[None]:
     assert len(calls) + len(fused) >= len(LayerNumbers(model).layers)
 
 
-@contextmanager
-def constant_inputs(model: nn.Module, carries_BT: Tensor) -> Iterator[None]:
-    """Detach the input of every layer at positions that carry no gradient."""
-
-    def stop(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        if args:
-            return (cut(args[0], carries_BT[..., None]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": cut(kwargs["hidden_states"], carries_BT[..., None])}
-
-    handles = [layer.register_forward_pre_hook(stop, with_kwargs=True) for layer in LayerNumbers(model).layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def step_by_definition(model: nn.Module, batch: Batch, mode: TokenMode) -> Outcome:
     """Run one step with a label for trained positions alone, and with what the mode makes constant."""
     if mode == "exact":
         return plain_step(model, batch)
-    with (constant_keys if mode == "detach" else constant_inputs)(model, batch.carries):
+    with constant_keys(model, batch.carries):
         return plain_step(model, batch)

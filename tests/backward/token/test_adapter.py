@@ -47,5 +47,4 @@ def test_a_layer_works_with_the_map_of_the_guide(mask: Any) -> None:
     for name in ("scattered", "prompts"):
         batch = make_batch(name, mask)
         assert_near(step(model, batch, "exact"), plain_step(model, batch))
-        for mode in ("detach", "stop"):
-            assert_near(step(model, batch, mode), step(model, batch, mode, execution="reference"))
+        assert_near(step(model, batch, "detach"), step(model, batch, "detach", execution="reference"))

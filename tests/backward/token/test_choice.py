@@ -17,7 +17,7 @@ from tests.backward.families import tiny_decoder
 from .case import Batch, Marked, assert_near, make_batch, plain_step, step
 from .test_families import decoder
 
-MODES: tuple[Any, ...] = ("exact", "detach", "stop")
+MODES: tuple[Any, ...] = ("exact", "detach")
 
 
 def whole(mask: Any) -> Batch:

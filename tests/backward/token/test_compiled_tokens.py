@@ -20,7 +20,6 @@ SIZES: dict[str, dict[str, Any]] = {"llama": LLAMA, "qwen3": LLAMA, "gpt2": GPT2
 CASES: dict[str, dict[str, Any]] = {
     "marked": {"score": "mask"},
     "drawn": {"score": "random", "keep": 0.5},
-    "more carried": {"score": "mask", "carry": "random", "carry_keep": 0.7},
 }
 CELLS = [
     pytest.param(family, case, marks=() if (family, case) == ("gpt2", "marked") else pytest.mark.long)

@@ -128,8 +128,7 @@ def test_every_decoder_is_right_or_refused_by_name_before_anything_is_computed(
             found[type(model).__name__] = ""
             try:
                 assert_near(step(model, batch, "exact"), plain_step(model, batch))
-                for mode in ("detach", "stop"):
-                    assert_near(step(model, batch, mode), step(model, batch, mode, execution="reference"))
+                assert_near(step(model, batch, "detach"), step(model, batch, "detach", execution="reference"))
             except Exception as error:  # all of them are told together
                 wrong[name] = f"{type(error).__name__}: {error}"
         assert not any("forward" in vars(module) for module in model.modules()), name

@@ -39,8 +39,7 @@ def test_joined_examples_equal_the_reference(family: str, mask: Any, monkeypatch
         model = decoder(family, **options)
         for name in ("scattered", "prompts"):
             batch = make_batch(name, mask)
-            for mode in ("detach", "stop"):
-                assert_near(step(model, batch, mode), step(model, batch, mode, execution="reference"))
+            assert_near(step(model, batch, "detach"), step(model, batch, "detach", execution="reference"))
 
 
 def test_equal_examples_stay_beside_each_other_and_unequal_ones_are_joined() -> None:

@@ -163,7 +163,7 @@ def test_an_attached_model_is_refused() -> None:
         sbp.attach(model, [Marked()])
 
 
-@pytest.mark.parametrize("mode", ["exact", "detach", "stop"])
+@pytest.mark.parametrize("mode", ["exact", "detach"])
 @pytest.mark.parametrize("when", ["before attach", "after attach"])
 def test_a_hook_that_would_see_chosen_positions_alone_is_named(mode: str, when: str) -> None:
     """An activation penalty by a hook was 13 % off, without a word."""

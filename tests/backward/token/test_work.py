@@ -21,7 +21,7 @@ from tests.backward.families import DECODERS
 from .case import Batch, Marked, make_batch
 from .test_families import decoder
 
-MODES: tuple[Any, ...] = ("exact", "detach", "stop")
+MODES: tuple[Any, ...] = ("exact", "detach")
 
 
 @contextmanager
@@ -181,6 +181,5 @@ def test_of_dropped_rows_nothing_is_left_after_the_forward() -> None:
     model, batch = decoder("llama"), make_batch("prompt", length=64)
     last = torch.arange(64).expand(3, -1) >= 59
     few = Batch(batch.inputs, last, last)
-    exact, detach, stop = (sum(saved_by_layer(model, few, mode)) for mode in MODES)
+    exact, detach = (sum(saved_by_layer(model, few, mode)) for mode in MODES)
     assert detach < 0.4 * exact
-    assert detach < stop < 0.6 * exact  # of a dropped row, what its keys and values are made from

@@ -14,7 +14,7 @@ import sparsebp_cli as sbp
 from .case import Marked, make_batch, step
 from .test_families import decoder
 
-MODES: tuple[Any, ...] = ("exact", "detach", "stop")
+MODES: tuple[Any, ...] = ("exact", "detach")
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class LastLayer(ForwardOverride):
         self._core: nn.Module | None = None
         self._layout: AttentionLayout | None = None
         if known is not None and not known[1].fused:  # a linear that computes q, k and v is needed in both runs
-            self._core, self._layout = known[:2]
+            self._core, self._layout = known
         self.skips = self._layout is not None  # whether to skip linears whose output is not used
         # Whether to pad the output with zeros to all rows, for a model that reshapes it to the batch, such as GPT-2.
         self.spreads = False

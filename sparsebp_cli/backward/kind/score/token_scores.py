@@ -60,12 +60,12 @@ class TokenChooser:
         arguments: Mapping[str, object],
         plain_forward: Callable[..., HasLogits],
         step: Step,
-        read_BT: Tensor | None = None,
     ) -> TokenChoice:
-        self._check(arguments, _tensor(arguments, "labels") if read_BT is None else read_BT)
+        labels_BT = _tensor(arguments, "labels")
+        self._check(arguments, labels_BT)
         own = {name: value for name, value in arguments.items() if name not in self.columns}
-        next_BT = next_tokens(_tensor(arguments, "labels")) if read_BT is None else read_BT.long()
-        target_BT = next_BT != -100 if read_BT is None else read_BT
+        next_BT = next_tokens(labels_BT)
+        target_BT = next_BT != -100
         real_BT = real_positions(arguments, target_BT)
         scores: dict[Score, Tensor] = {}
         cost = ScoringCost(target_BT.device)

@@ -23,7 +23,6 @@ from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.kind.model_output import with_changes
 from sparsebp_cli.backward.kind.score.scorer import next_tokens
 from sparsebp_cli.backward.kind.score.token_scores import TokenChooser
-from sparsebp_cli.backward.kind.token.classifier import check_choice, check_selector, read_positions, run_head
 from sparsebp_cli.backward.kind.token.compiled import GraphTokens, list_rows
 from sparsebp_cli.backward.kind.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.kind.token.layers import LayerStack, has_dropout, narrows, no_graph
@@ -40,7 +39,7 @@ from sparsebp_cli.backward.kind.token.loss import (
     weigh,
     weighted_loss,
 )
-from sparsebp_cli.backward.kind.token.reference import detached, stopped
+from sparsebp_cli.backward.kind.token.reference import detached
 from sparsebp_cli.backward.kind.token.row_plan import PositionMask, RowPlan, make_plan, read_choice
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.internals import find_hook
@@ -112,8 +111,7 @@ class TokenExtension(EngineExtension):
             check_free("the model", decoder.model)
         for layer in decoder.layers:
             check_free(layer.name, layer.module)
-        if not decoder.is_classifier:
-            check_loss(decoder.model)
+        check_loss(decoder.model)
 
     def install(self, engine: EngineView) -> None:
         self.chooser.install(engine)
@@ -152,7 +150,7 @@ class TokenExtension(EngineExtension):
 
     def fits_graph(self, known: Mapping[str, object]) -> bool:
         """Return whether a forward with these arguments can be one graph."""
-        if self.policy.mode != "detach" or self.policy.needs or self.decoder.is_classifier or self.given:
+        if self.policy.mode != "detach" or self.policy.needs or self.given:
             return False
         if not (self.graph.fits and calls_loss_function(self.decoder.model)) or has_weights(self.decoder.model):
             return False
@@ -194,7 +192,7 @@ class DecoderOverride(ForwardOverride):
         # Do not compile, since the number of rows differs from step to step. Compiled layers stay compiled.
         self._run = uncompiled(self._select)
         self._names = argument_names(self._model)
-        self._knows_loss = extension.decoder.is_classifier or calls_loss_function(self._model)
+        self._knows_loss = calls_loss_function(self._model)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the model."""
@@ -220,8 +218,6 @@ class DecoderOverride(ForwardOverride):
     def _select(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         self.extension.was_called = True
         self._check_modules()
-        if self.extension.decoder.is_classifier:
-            return self._select_carried(arguments, own)
         known = {**self.extension.given, **{name: value for name, value in arguments.items() if value is not None}}
         labels, given = known.get("labels"), own.get("labels") is not None
         if labels is None:
@@ -287,28 +283,6 @@ class DecoderOverride(ForwardOverride):
         # The cache may lack positions, so remove it from the output.
         return with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
 
-    def _select_carried(self, arguments: dict[str, object], own: dict[str, object]) -> object:
-        """Run a classifier, whose own forward computes the loss."""
-        _refuse_unknown(own)
-        policy, decoder, mask = self.extension.policy, self.extension.decoder, own.get("attention_mask")
-        implementation, read_BT = decoder.implementation, read_positions(self._model, own)
-        choice = self.extension.chooser.choose(
-            self.extension.given | arguments, self._plain, self.engine.now(), read_BT
-        )
-        mask, no_labels = mask if isinstance(mask, Tensor) else None, torch.zeros_like(read_BT, dtype=torch.long)
-        marks = read_choice(choice, no_labels, mask, read_BT, spreads=decoder.spreads_masked)
-        check_choice(policy, marks)
-        plan = None if isinstance(self.covered, PacksRows) else self._plan(marks, no_labels)
-        self.extension.remember(plan, read_BT.shape[1])
-        return_dict = own.pop("return_dict", None)
-        own["return_dict"] = True
-        if plan is None or self.engine.reference:
-            output = self._run_cut(own, marks)
-        else:
-            output = self._run_rows(own, plan, marks, implementation)
-        output = with_changes(output, **dict.fromkeys(CACHE_NAMES))
-        return output.to_tuple() if return_dict is False else output
-
     def _check(self, own: Mapping[str, object], labels: Tensor) -> None:
         _refuse_unknown(own)
         given = (own.get(name) for name in ("input_ids", "inputs_embeds"))
@@ -368,21 +342,16 @@ class DecoderOverride(ForwardOverride):
 
     def _run_cut(self, own: dict[str, object], marks: PositionMask) -> ModelOutput:
         """Compute all positions, and detach positions that carry no gradient."""
-        mode = self.extension.policy.mode
-        if mode == "exact":
+        if self.extension.policy.mode == "exact":
             return self._call(own)
-        cut = detached if mode == "detach" else stopped
-        with cut(self.extension.decoder, marks.carries.to(next(self._model.parameters()).device)):
+        with detached(self.extension.decoder, marks.carries.to(next(self._model.parameters()).device)):
             return self._call(own)
 
     def _run_rows(self, own: dict[str, object], plan: RowPlan, marks: PositionMask, implementation: str) -> ModelOutput:
         num_examples, length = marks.real.shape
         decoder = self.extension.decoder
         covered: Callable[[Tensor], Tensor] | None = decoder.head.__dict__.get("forward")
-        if decoder.is_classifier:
-            cut = partial(run_head, decoder.head, covered, marks)
-        else:
-            cut = partial(_run_head, decoder.head, covered, len(plan.label_N))
+        cut = partial(_run_head, decoder.head, covered, len(plan.label_N))
         stack = LayerStack(decoder, implementation, plan, (num_examples, length))
         with stack.installed((decoder.head, cut)), self.engine.short_forward(num_rows=num_examples * length):
             return self._call(own)
@@ -450,11 +419,9 @@ def make_chooser(policy: TokenSelector, model: nn.Module, given: Given) -> Token
 
 
 def _make(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension:
-    decoder = find_decoder(model, or_classifier=True)
-    if decoder.is_classifier:
-        check_selector(policy, decoder)
+    decoder = find_decoder(model)
     name = next(name for name, module in model.named_modules() if module is decoder.model)
-    if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry in ("trained", "random"):
+    if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact":
         refuse_prompt(model, type(policy).__name__, policy.mode)
     scores = given.reference if isinstance(given.reference, nn.Module) else None
     chooser = TokenChooser(policy, decoder, given.states, scores)

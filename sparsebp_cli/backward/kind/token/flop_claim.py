@@ -30,12 +30,11 @@ class Sizes:
     trained: Tensor  # rows that the head reads
     is_prompt: bool  # dropped rows attend only to dropped ones
     is_joined: bool  # examples are concatenated into one
-    learns: bool  # dropped rows train the weights that make their keys and values
 
     @classmethod
     def chosen(cls, plan: RowPlan, length: int) -> Sizes:
         """Return the sizes of a plan; ``length`` is T."""
-        return cls(len(plan.counts[0]) * length, length, *plan.counts, plan.is_prompt, plan.is_joined, plan.learns)
+        return cls(len(plan.counts[0]) * length, length, *plan.counts, plan.is_prompt, plan.is_joined)
 
     @property
     def computed(self) -> Sizes:
@@ -65,7 +64,7 @@ def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembe
     only carried rows.
     """
     ideal = _shares(decoder, sizes, narrows=narrows)
-    most = _shares(decoder, sizes.computed, narrows=narrows, is_most=True)
+    most = _shares(decoder, sizes.computed, narrows=narrows)
     again = 2 if remembers else 0
     return PassEstimate(
         forward=_named(prefix, {name: share.forward for name, share in ideal.items()}),
@@ -80,7 +79,7 @@ def _named(prefix: str, shares: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}{name}": share for name, share in shares.items()}
 
 
-def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool, is_most: bool = False) -> dict[str, WorkShare]:
+def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool) -> dict[str, WorkShare]:
     names = {module: name for name, module in decoder.model.named_modules()}
     num_rows = sizes.num_rows
     shares = {names[decoder.head]: WorkShare(*[float(sizes.trained.sum()) / num_rows] * 3)}
@@ -92,29 +91,8 @@ def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool, is_most: bool = Fa
             if module is layer.core:
                 shares[f"{layer.name}.{name}"] = attention / pairs
             else:
-                kind = _kind(layer, name, module)
-                share = linears[kind]
-                if sizes.learns and kind != "others":
-                    part = 1.0 if is_most else _learning(layer, module)
-                    dropped = float(sizes.dropped.sum())
-                    repeats = layer.attention.fused and not is_last  # a fused linear repeats queries of dropped rows
-                    again = share.again + dropped * (kind == "keys")
-                    share = WorkShare(share.forward + repeats * dropped, share.backward + part * dropped, again)
-                shares[f"{layer.name}.{name}"] = share / num_rows
+                shares[f"{layer.name}.{name}"] = linears[_kind(layer, name, module)] / num_rows
     return shares
-
-
-def _learning(layer: Layer, module: nn.Module) -> float:
-    """Return the fraction of backward FLOPs that remains for a linear of keys and values, for rows whose gradient ends
-    at the layer's input: wgrad, and dgrad if a norm before it is trained.
-
-    Adapters may execute more, and so may a first layer. This is allowed, but not in the estimate.
-    """
-    weight, norm = (
-        part is not None and any(parameter.requires_grad for parameter in part.parameters(recurse=False))
-        for part in (module, layer.norm)
-    )
-    return (weight + norm) / 2 if weight else float(norm)
 
 
 def _kind(layer: Layer, name: str, module: nn.Module) -> Literal["keys", "expanded", "others"]:

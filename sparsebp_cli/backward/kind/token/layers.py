@@ -3,8 +3,7 @@
 The model's own forward runs with its layers replaced. The first layer receives the embeddings of all positions and
 continues with the rows that carry gradient. When its attention passes keys and values to a cache, the cache runs the
 dropped rows through the same layer without a graph. They attend to the carried rows, and the cache adds their keys and
-values. So rotary or learned positions, masks and norms are the model's own. In mode ``stop`` these keys and values have
-a graph down to the dropped rows' input of the layer.
+values. So rotary or learned positions, masks and norms are the model's own.
 
 Shape letters: B examples, T positions, K carried rows, M dropped rows, R trained rows, D width, N trained rows of all
 examples.
@@ -128,7 +127,6 @@ class Views:
     trained_positions: AttentionView  # the same rows, as positions
     is_prompt: bool  # dropped rows attend only to dropped ones
     narrows: bool  # the last layer computes queries only for trained rows
-    learns: bool  # dropped rows train the weights that make their keys and values
 
     @classmethod
     def of(cls, decoder: Decoder, implementation: str, plan: RowPlan, shape: tuple[int, int]) -> Views:
@@ -150,7 +148,6 @@ class Views:
             trained_positions,
             plan.is_prompt,
             narrows(decoder, plan),
-            plan.learns,
         )
 
 
@@ -220,7 +217,7 @@ class LayerRun:
 
     def _expanding(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
         """Return replacements for modules that expand cached values, so that dropped rows run without a graph."""
-        if self.views.dropped is None or self.views.learns:
+        if self.views.dropped is None:
             return []
         num_dropped = self.views.dropped.queries.num_rows
         modules = [getattr(self.layer.core, name) for name in self.layer.attention.expands]
@@ -242,33 +239,16 @@ class LayerRun:
         assert self.dropped is not None
         assert self.views.dropped is not None
         carried = None if self.views.is_prompt else (keys.detach(), values.detach())
-        if self.views.learns:
-            return self._run_learning(self.dropped, self.views.dropped, carried)
         cache = SharedKV(carried)
         with no_graph(self.dropped.device):
             self.after = self._call(self.dropped, self._restrict(self.views.dropped), cache)
         return self._remember(cache.own)
-
-    def _run_learning(self, dropped: Tensor, view: AttentionView, carried: KeysValues | None) -> KeysValues:
-        """Compute the dropped rows' keys and values with a graph, and the rest of the layer for them without one."""
-        own = self._capture(dropped, view)
-        if self.after is not None and self._remembers:  # the rerun of a checkpointed layer
-            return own
-        skipped = () if self.layer.attention.fused else self.layer.attention.key_value
-        given = [part.detach() for part in own]
-        if carried is not None:
-            given = [torch.cat(pair, 2) for pair in zip(given, carried, strict=True)]
-        with no_graph(dropped.device), replace_forwards(skip_outputs(self.layer.core, skipped, one_head=False)):
-            self.after = self._call(dropped, self._restrict(view), FixedKV(*given))
-        return own
 
     def _capture_dropped(self, *_: Tensor) -> KeysValues:
         if self.remembered is not None:
             return self.remembered
         assert self.dropped is not None
         assert self.views.dropped is not None
-        if self.views.learns:
-            return self._capture(self.dropped, self.views.dropped)
         with no_graph(self.dropped.device):
             return self._remember(self._capture(self.dropped, self.views.dropped))
 

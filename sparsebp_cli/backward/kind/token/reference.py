@@ -16,8 +16,6 @@ from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, without_checkp
 from sparsebp_cli.backward.decoder.kv_cache import StandInKV
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
-Arguments = dict[str, object]  # arguments of a layer's forward, by name
-
 
 @contextmanager
 def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
@@ -28,40 +26,19 @@ def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
     """
     carries_B1T1 = carries_BT[:, None, :, None]
     cache = _Detaching(carries_B1T1)
-    modules = [getattr(layer.core, name) for layer in decoder.layers for name in layer.attention.expands]
-    expanding = [(module, partial(_expand, module, module.__dict__.get("forward"), carries_B1T1)) for module in modules]
-    with replace_forwards(expanding), _changed(decoder, lambda layer, _: {layer.attention.cache: cache}):
-        yield
-
-
-@contextmanager
-def stopped(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
-    """Detach the input of every layer at positions that carry no gradient, while the model's own forward runs.
-
-    In each layer, such a position still trains the weights that make its keys and values.
-    """
-
-    def change(layer: Layer, arguments: Arguments) -> Arguments:
-        name = layer.argument_names[0]
-        hidden_BTD = arguments[name]
-        assert isinstance(hidden_BTD, Tensor)
-        return {name: torch.where(carries_BT[..., None], hidden_BTD, hidden_BTD.detach()), layer.attention.cache: None}
-
-    with _changed(decoder, change):
-        yield
-
-
-@contextmanager
-def _changed(decoder: Decoder, change: Callable[[Layer, Arguments], Arguments]) -> Iterator[None]:
-    """Run every layer with some arguments replaced. ``change`` returns the replacements, given all arguments."""
+    cores = [getattr(layer.core, name) for layer in decoder.layers for name in layer.attention.expands]
+    expanding = [(module, partial(_expand, module, module.__dict__.get("forward"), carries_B1T1)) for module in cores]
 
     def run(layer: Layer, *args: object, **kwargs: object) -> object:
         arguments = dict(zip(layer.argument_names, args, strict=False)) | kwargs
-        return call_module(layer.module, **(arguments | change(layer, arguments)))
+        return call_module(layer.module, **(arguments | {layer.attention.cache: cache}))
 
     replacements = [(layer.module, partial(run, layer)) for layer in decoder.layers]
     # Without checkpointing, because a rerun in the backward would not use the override.
-    with replace_forwards(replacements), without_checkpointing(*(layer.module for layer in decoder.layers)):
+    with (
+        replace_forwards([*expanding, *replacements]),
+        without_checkpointing(*(layer.module for layer in decoder.layers)),
+    ):
         yield
 
 

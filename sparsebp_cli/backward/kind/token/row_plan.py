@@ -45,7 +45,6 @@ class RowPlan:
 
     carried: RowNumbers  # computed with a graph, in the order of their positions
     dropped: RowNumbers | None  # computed without a graph, because carried rows attend to them; None: no such rows
-    learns: bool  # keys and values of dropped rows have a graph down to the input of their layer
     is_prompt: bool  # in every example all dropped positions precede all carried ones
     trained: RowNumbers  # rows that the head reads, as indices into the carried rows
     trained_positions: RowNumbers  # the same rows, as positions
@@ -61,20 +60,17 @@ def read_choice(
     choice: TokenChoice,
     labels_BT: Tensor,
     mask: Tensor | None,
-    read_BT: Tensor | None = None,
     *,
     spreads: bool,
 ) -> PositionMask:
     """Move a choice to the CPU and check it, and return the properties of every position.
 
-    Position t predicts the label at t + 1. ``read_BT`` marks the targets of a classifier, which has no such labels.
-    Only a two-dimensional ``mask`` marks padding. ``spreads``: a fully masked row attends to all positions; only
-    padding is fully masked. Raises :class:`UsageError` for an invalid choice.
+    Position t predicts the label at t + 1. Only a two-dimensional ``mask`` marks padding. ``spreads``: a fully masked
+    row attends to all positions; only padding is fully masked. Raises :class:`UsageError` for an invalid choice.
     """
     real_BT = torch.ones_like(labels_BT) if mask is None or mask.dim() != 2 else mask
     target_BT = torch.zeros_like(labels_BT, dtype=torch.bool)
     target_BT[:, :-1] = labels_BT[:, 1:] != IGNORED
-    target_BT = target_BT if read_BT is None else read_BT
     parts = _download(target_BT, real_BT, choice.trained_BT, choice.carries_BT)
     target, real, trained, carries = (part.bool() for part in parts)
     if (trained & ~target).any():
@@ -110,7 +106,7 @@ def make_plan(
 ) -> RowPlan:
     """Plan the rows of a batch.
 
-    In mode ``exact`` all rows up to the batch's last trained one carry gradient; in ``detach`` and ``stop``, the rows
+    In mode ``exact`` all rows up to the batch's last trained one carry gradient; in ``detach``, the rows
     that the policy chose. ``pair_cost`` is the cost of a query-key pair over the cost of a row in a layer's linears.
     ``joins_unequal``: concatenate examples with different rows at any cost.
     """
@@ -152,7 +148,6 @@ def make_plan(
     return RowPlan(
         carried,
         rest[0] if rest else None,
-        mode == "stop",
         is_prompt,
         rows,
         trained_positions,
