@@ -49,7 +49,6 @@ WAYS: Ways = {
     "sketch 0.2": {"name": "sketch", "keep": 0.2},
     "subnet 0.1 rows": {"name": "subnet", "by": "random"},
     "tokens 0.25 detach": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "detach"},
-    "tokens 0.25 in proportion": {"name": "tokens", "score": "gradient_norm", "keep": 0.25, "draw": "proportional"},
     "topk 0.25": {"name": "topk", "keep": 0.25, **HEAD},
     "uniform 0.5": {"name": "uniform", "keep": 0.5, **BEGIN},
     "vcas, before control": {"name": "vcas", **HEAD},

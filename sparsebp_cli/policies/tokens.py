@@ -4,8 +4,8 @@
 https://arxiv.org/abs/2404.07965. We differ: they select a fraction of the batch's tokens; we can also select within
 each example. Our backward can skip the work for untrained tokens (``mode``); theirs does not.
 
-``draw: proportional`` is importance sampling of tokens. Angelos Katharopoulos and François Fleuret (ICML 2018),
-https://arxiv.org/abs/1803.00942, sample examples like this; ``score: gradient_norm`` is their bound of a gradient.
+``score: gradient_norm`` is the bound of a gradient by which Angelos Katharopoulos and François Fleuret (ICML 2018),
+https://arxiv.org/abs/1803.00942, sample examples.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
-from typing_extensions import override
 
-from sparsebp_cli.policy import MethodCard, Score, ScoredTokenSelector, Step, Tokens, choice, sampling
+from sparsebp_cli.policy import MethodCard, Score, ScoredTokenSelector, Step, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,50 +51,34 @@ class SelectedTokens(ScoredTokenSelector):
         "at this step. gradient_norm: norm of the gradient at the token's logits. excess: loss minus the "
         "reference model's loss. random: random scores, as a control."
     )
-    draw: Literal["largest", "proportional"] = Field(
-        "largest",
-        description="largest: train the target tokens with the largest scores. proportional: draw target tokens in "
-        "proportion to their scores, and weight each by 1 / probability. The expected gradient is then that of all "
-        "target tokens.",
-    )
-
     former_options: ClassVar[tuple[tuple[str, object], ...]] = (
         *ScoredTokenSelector.former_options,
         ("attention_weight", None),  # of score: tokenseek
+        ("draw", "largest"),
     )
 
     @model_validator(mode="after")
     def _has_budget(self) -> Self:
-        given = [name for name in ("keep", "band") if getattr(self, name) is not None]
-        if self.score == "mask" and (given or self.within != "batch"):
-            raise ValueError(f"score: mask trains all marked tokens: leave out {(*given, 'within')[0]}")
-        if self.score != "mask" and not given:
-            raise ValueError(f"score: {self.score} needs keep, a fraction in (0, 1], or band, two quantiles")
-        if self.score == "random" and self.band is not None:
-            raise ValueError("score: random does not support band: give keep instead")
-        if self.draw == "proportional":
-            if self.score in ("mask", "random", "excess"):
-                raise ValueError(f"draw: proportional needs a score that is never negative, got score: {self.score}")
-            if self.band is not None or self.within != "batch" or self.mask_column is not None:
-                raise ValueError("draw: proportional needs keep, and neither band, mask_column nor within: example")
+        if self.score == "mask" and (self.keep is not None or self.within != "batch"):
+            name = "within" if self.keep is None else "keep"
+            raise ValueError(f"score: mask trains all marked tokens: leave out {name}")
+        if self.score != "mask" and self.keep is None:
+            raise ValueError(f"score: {self.score} needs keep, a fraction in (0, 1]")
         if self.score == "excess" and self.reference is None:
             raise ValueError("'score: excess' needs the option reference, the name or path of a model")
         return self
 
     @property
     def unbiased(self) -> bool:
-        drawn = self.draw == "proportional" or (
-            self.score == "random" and self.within == "batch" and self.mask_column is None
-        )
+        drawn = self.score == "random" and self.within == "batch" and self.mask_column is None
         return self.exact or (drawn and self.mode == "exact")
 
     @property
     def control(self) -> dict[str, object] | None:
         if self.score in ("mask", "random"):
             return None
-        keep = self.keep if self.band is None else self.band[1] - self.band[0]
-        as_here = self.model_dump(mode="json", exclude={"reference", "reference_scores", "band", "draw"})
-        return {"name": "tokens", **as_here, "score": "random", "keep": keep}
+        as_here = self.model_dump(mode="json", exclude={"reference", "reference_scores"})
+        return {"name": "tokens", **as_here, "score": "random"}
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -112,14 +95,3 @@ class SelectedTokens(ScoredTokenSelector):
         if self.score == "excess":
             return tokens.scores["loss"] - tokens.scores["reference_loss"]
         return tokens.scores[self.score]
-
-    @override
-    def pick(self, score_BT: Tensor, candidate_BT: Tensor, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor | None]:
-        if self.draw == "largest" or not candidate_BT.any():
-            return super().pick(score_BT, candidate_BT, tokens, step)
-        candidate_N = candidate_BT.flatten().nonzero().flatten()  # the host waits for their number
-        num_kept = choice.count_kept(self.keep or 1.0, len(candidate_N))
-        score_N, generator = score_BT.flatten()[candidate_N], step.generator(tokens, score_BT.device)
-        drawn_K, weight_K = sampling.draw_by_score(score_N, num_kept, generator)
-        weight_BT = weight_K.new_zeros(score_BT.numel()).index_copy_(0, candidate_N[drawn_K], weight_K)
-        return weight_BT.view(score_BT.shape) > 0.0, weight_BT.view(score_BT.shape)

@@ -168,11 +168,6 @@ def require_token_choice(asked: str, value: object, like_BT: Tensor) -> None:
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != like_BT.shape:
             wanted = f"torch.bool of shape {tuple(like_BT.shape)}"
             raise PolicyError(f"{asked}: {name} of TokenChoice must be {wanted}, got {_describe(mask)}")
-    weight_BT = value.weight_BT
-    if weight_BT is not None:
-        _require_shape(f"{asked}: weight_BT of TokenChoice", weight_BT, like_BT.shape)
-        if not weight_BT.is_floating_point():
-            raise PolicyError(f"{asked}: weight_BT of TokenChoice must be floating-point, got {weight_BT.dtype}")
 
 
 def _count_places(part: Selection | None, grad_NO: Tensor) -> int | None:

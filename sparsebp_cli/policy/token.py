@@ -60,15 +60,10 @@ class TokenChoice:
         trained_BT: Positions whose loss counts; only targets.
         carries_BT: Positions that carry gradient: at least the trained ones, and no padding. Only the mode
             ``detach`` uses it.
-        weight_BT: Factor of the loss of each trained position, (B, T), floating-point, finite, at least 0; other
-            entries are ignored. The number of all targets divides the sum of the weighted losses, so 1 / probability
-            makes a random choice unbiased. None: the loss is the mean over the trained positions. Weights need the
-            model's own loss, so pass it the labels.
     """
 
     trained_BT: torch.Tensor
     carries_BT: torch.Tensor
-    weight_BT: torch.Tensor | None = None
 
 
 class TokenSelector(ReferenceReader):

@@ -48,17 +48,6 @@ def _check_choice(policy: TokenSelector) -> None:
             require(inside, f"{name}: padding carries gradient")
             carried = not bool((choice.trained_BT & ~choice.carries_BT).any())
             require(carried, f"{name}: a trained position carries no gradient")
-            _check_weights(name, choice)
-
-
-def _check_weights(name: str, choice: TokenChoice) -> None:
-    if choice.weight_BT is None:
-        return
-    good = choice.weight_BT.shape == choice.trained_BT.shape and choice.weight_BT.is_floating_point()
-    require(good, f"{name}: weight_BT must be floating-point, one for each position")
-    weight_N = choice.weight_BT[choice.trained_BT]
-    good = bool(weight_N.isfinite().all()) and bool((weight_N >= 0.0).all())
-    require(good, f"{name}: weights must be finite and at least 0, got {weight_N.tolist()}")
 
 
 def _check_repeatable(policy: TokenSelector) -> None:
@@ -106,18 +95,16 @@ def _check_unbiased(policy: TokenSelector) -> None:
         choices = [policy.choose(tokens, replace(_late(policy), draw=draw)) for draw in range(1, _NUM_DRAWS + 1)]
         flows = policy.mode == "exact" or all(torch.equal(c.carries_BT, tokens.real_BT) for c in choices)
         require(flows, f"{name_of(policy)}: declares unbiased, but some positions carry no gradient")
-        parts = torch.stack([_parts(choice, tokens) for choice in choices])
+        parts = torch.stack([_parts(choice) for choice in choices])
         wanted = tokens.target_BT.double() / tokens.target_BT.sum()
         bound = _NUM_SIGMAS * parts.std(0) / math.sqrt(_NUM_DRAWS) + 1e-9
         worst = float(((parts.mean(0) - wanted).abs() - bound).max())
         require(worst <= 0, f"{name_of(policy)}: declares unbiased, but trains some targets more often")
 
 
-def _parts(choice: TokenChoice, tokens: Tokens) -> Tensor:
+def _parts(choice: TokenChoice) -> Tensor:
     """Return the factor of each position's loss in the loss of the batch."""
-    if choice.weight_BT is None:
-        return choice.trained_BT.double() / choice.trained_BT.sum()
-    return choice.weight_BT.double() * choice.trained_BT / tokens.target_BT.sum()
+    return choice.trained_BT.double() / choice.trained_BT.sum()
 
 
 def _check_resume(policy: TokenSelector) -> None:

@@ -174,5 +174,5 @@ def _selector(policies: Sequence[Policy]) -> TokenSelector | None:
 def chooses_by_data(policy: TokenSelector) -> bool:
     """Return whether the data alone mark trained tokens, so that a user's own loss can count the same tokens. If the
     policy selects tokens, only the model's own loss counts the right ones."""
-    shares = (policy.budget, getattr(policy, "keep", None), getattr(policy, "band", None))  # plug-ins may lack both
+    shares = (policy.budget, getattr(policy, "keep", None))  # a plug-in's policy may lack keep
     return not policy.needs and all(share in (None, 1.0) for share in shares)

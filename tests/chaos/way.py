@@ -32,7 +32,7 @@ WAYS: dict[str, Sections] = {
     "random columns": _policy("random", keep=0.5, along="columns"),
     "random 2:4, weighted": _policy("random", keep=0.5, along="2:4", weighted=True),
     "tokens by loss, detached": _policy("tokens", score="loss", keep=0.4, mode="detach"),
-    "tokens in proportion": _policy("tokens", score="gradient_norm", keep=0.4, draw="proportional"),
+    "tokens by gradient": _policy("tokens", score="gradient_norm", keep=0.4),
     "tokens at random, exact": _policy("tokens", score="random", keep=0.4, mode="exact"),
     "selective-backprop": _policy("selective-backprop", keep=0.5, start=0.2, end=0.9, history=64),
     "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),

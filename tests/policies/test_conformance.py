@@ -42,7 +42,6 @@ _FITTING: dict[str, list[Any]] = {
     "freeze": [["*norm*"], ["/layers\\.[01]\\./"]],
     "turn": ["layers"],
     "reference": ["austen-llama"],
-    "band": [[0.25, 0.75]],
     "mask_column": ["loss_mask"],
     "rows": [["layers.0.up_proj", "layers.0.gate_proj"]],
     "columns": [["layers.0.down_proj"]],

@@ -154,13 +154,13 @@ def test_without_any_trial_pass_none_is_forecast(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        {"name": "tokens", "keep": 0.25, "score": "gradient_norm", "draw": "proportional"},
+        {"name": "tokens", "keep": 0.25, "score": "gradient_norm"},
         {"name": "tokens", "keep": 0.25, "score": "entropy"},
     ],
     ids=lambda policy: policy["score"],
 )
 def test_tokens_that_are_chosen_by_unknown_scores_are_as_many(tmp_path: Path, policy: dict[str, Any]) -> None:
-    """Whether drawn or taken, a quarter of the tokens, and so of the logits."""
+    """A quarter of the tokens, and so of the logits."""
     found = _forecast(_write(tmp_path, policy=policy))
     backward = found.policy.phases["backward"], found.dense.phases["backward"]  # the forward scores all of them
     assert 0 < backward[0].logits < 0.5 * backward[1].logits

@@ -63,7 +63,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"score": "random", "keep": 0.25, "mode": "detach"},
         {"score": "loss", "keep": 0.25},
         {"score": "entropy", "keep": 0.5},
-        {"score": "gradient_norm", "keep": 0.25, "draw": "proportional"},
+        {"score": "gradient_norm", "keep": 0.25},
     ],
     "topk": [{"keep": 0.25}, {"keep": 0.25, "along": "columns"}],
     "uniform": [{"keep": 0.5, **WHOLE}, {"keep": 0.5, "start": 0.25, "end": 0.75, "interrupt": 2}],

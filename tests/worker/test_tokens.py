@@ -202,7 +202,7 @@ POLICIES: list[dict[str, Any]] = [
     {
         "name": "tokens",
         "score": "entropy",
-        "band": [0.2, 0.7],
+        "keep": 0.5,
         "mask_column": "answer",
         "within": "example",
         "mode": "detach",

@@ -167,7 +167,7 @@ def test_adapters_and_checkpointing_leave_out_the_same_rows(form: str) -> None:
 CHOICES: Sequence[dict[str, Any]] = (
     {"score": "random", "keep": 0.3},
     {"score": "loss", "keep": 0.3, "within": "example"},
-    {"score": "entropy", "keep": 0.4, "draw": "proportional"},
+    {"score": "entropy", "keep": 0.4},
     {"score": "gradient_norm", "keep": 0.3},
 )
 

@@ -21,7 +21,6 @@ from sparsebp_cli.backward.core.loss_weight import calls_loss_function, has_caus
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.kind.model_output import with_changes
-from sparsebp_cli.backward.kind.score.scorer import next_tokens
 from sparsebp_cli.backward.kind.score.token_scores import TokenChooser
 from sparsebp_cli.backward.kind.token.compiled import GraphTokens, list_rows
 from sparsebp_cli.backward.kind.token.flop_claim import Sizes, claim
@@ -35,9 +34,6 @@ from sparsebp_cli.backward.kind.token.loss import (
     row_loss,
     scale,
     spread_logits,
-    token_losses,
-    weigh,
-    weighted_loss,
 )
 from sparsebp_cli.backward.kind.token.reference import detached
 from sparsebp_cli.backward.kind.token.row_plan import PositionMask, RowPlan, make_plan, read_choice
@@ -53,7 +49,6 @@ from sparsebp_cli.backward.patch.forward import (
 )
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import ScoredTokenSelector, TokenSelector
-from sparsebp_cli.policy.token import TokenChoice
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
@@ -224,7 +219,7 @@ class DecoderOverride(ForwardOverride):
             raise UsageError(_NO_LABELS.format(type(self.extension.policy).__name__))
         assert isinstance(labels, Tensor)
         self._check(own, labels)
-        policy, decoder, mask = self.extension.policy, self.extension.decoder, own.get("attention_mask")
+        decoder, mask = self.extension.decoder, own.get("attention_mask")
         choice = self.extension.chooser.choose(known, self._plain, self.engine.now())
         implementation = decoder.implementation
         marks = read_choice(choice, labels, mask if isinstance(mask, Tensor) else None, spreads=decoder.spreads_masked)
@@ -234,16 +229,12 @@ class DecoderOverride(ForwardOverride):
         if num_items is not None:
             num_items = self.extension.given.get("num_items_in_batch", num_items)
         assert num_items is None or isinstance(num_items, Tensor | int | float)
-        if choice.weight_BT is not None and not given:
-            raise UsageError(
-                f"{type(policy).__name__} weights the model's own loss of each token: pass labels to the forward"
-            )
         if isinstance(self.covered, PacksRows):
             self.extension.remember(None, labels.shape[1])
-            output = self._run_packed(self.covered, own, choice, labels, num_items, marks, given=given)
-            has_logits = choice.weight_BT is None
+            output = self._run_packed(self.covered, own, labels, num_items, marks, given=given)
+            has_logits = True
         else:
-            output = self._run_chosen(own, choice, labels, num_items, marks, implementation, given=given)
+            output = self._run_chosen(own, labels, num_items, marks, implementation, given=given)
             has_logits = output.logits is not None
         if return_dict is False:
             return output.to_tuple()
@@ -252,7 +243,6 @@ class DecoderOverride(ForwardOverride):
     def _run_chosen(
         self,
         own: dict[str, object],
-        choice: TokenChoice,
         labels: Tensor,
         num_items: NumItems,
         marks: PositionMask,
@@ -263,23 +253,15 @@ class DecoderOverride(ForwardOverride):
         """Compute the rows that the chosen labels need, or all rows if none can be skipped."""
         policy, plan = self.extension.policy, None if marks.is_whole else self._plan(marks, labels)
         self.extension.remember(plan, labels.shape[1])
-        is_weighted = choice.weight_BT is not None
         changes: dict[str, Tensor | None] = {}
         if plan is None or self.engine.reference:
-            all_labels = None if not given or is_weighted else labels if plan is None else masked_labels(labels, marks)
+            all_labels = None if not given else labels if plan is None else masked_labels(labels, marks)
             output = self._run_all(own, all_labels, num_items, marks, is_whole=plan is None)
-            if is_weighted:
-                loss_N = weigh(_losses_of_all(output.logits, labels, marks), self._model, marks)
-                changes = {"loss": weighted_loss(loss_N, choice, num_items, marks)}
         else:
             output = self._run_rows(own, plan, marks, implementation)
-            if is_weighted:
-                loss_N = weigh(token_losses(output.logits[0], plan.label_N), self._model, marks)
-                changes = {"loss": weighted_loss(loss_N, choice, num_items, marks), "logits": None}
-            else:
-                changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
-                if policy.mode == "exact" and (logits := changes.get("logits")) is not None:
-                    changes["logits"] = guard_unlabelled(logits, labels, marks)
+            changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
+            if policy.mode == "exact" and (logits := changes.get("logits")) is not None:
+                changes["logits"] = guard_unlabelled(logits, labels, marks)
         # The cache may lack positions, so remove it from the output.
         return with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
 
@@ -318,7 +300,6 @@ class DecoderOverride(ForwardOverride):
         self,
         packed: PacksRows,
         own: dict[str, object],
-        choice: TokenChoice,
         labels: Tensor,
         num_items: NumItems,
         marks: PositionMask,
@@ -327,15 +308,12 @@ class DecoderOverride(ForwardOverride):
     ) -> ModelOutput:
         """Let the packed forward compute the rows that the chosen labels need."""
         chosen = masked_labels(labels, marks)
-        if given and choice.weight_BT is None:
+        if given:
             # The mean over no label is NaN, but the loss of a batch without chosen tokens must be 0.
             items = scale(num_items, marks) if marks.trained.any() else 1
             return self._call(own | {"labels": chosen} | ({} if items is None else {"num_items_in_batch": items}))
         with packed.reading(chosen):
             output = self._call(own)
-        if choice.weight_BT is not None:
-            loss_N = weigh(_losses_of_all(output.logits, labels, marks), self._model, marks)
-            return with_changes(output, loss=weighted_loss(loss_N, choice, num_items, marks), logits=None)
         trained_BT = marks.trained.to(output.logits.device)
         logits = output.logits.masked_fill(~trained_BT[..., None], 0.0)
         return with_changes(output, logits=guard_unlabelled(logits, labels, marks))
@@ -388,14 +366,6 @@ def _refuse_unknown(own: Mapping[str, object]) -> None:
         value = own.get(name)
         if isinstance(value, Tensor) or value:
             raise UnsupportedError(f"token selection does not support {name} in training: leave it out of the batch")
-
-
-def _losses_of_all(logits: Tensor, labels_BT: Tensor, marks: PositionMask) -> Tensor:
-    """Return the losses of the trained positions, (N,), from logits of all positions; without any, one placeholder."""
-    trained_BT = marks.trained.to(logits.device)
-    if not bool(marks.trained.any()):
-        return logits[:1, :1].flatten().float()
-    return token_losses(logits[trained_BT], next_tokens(labels_BT)[trained_BT])
 
 
 def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_rows: int, hidden: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from sparsebp_cli.backward.patch.boundary import fill
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy.token import TokenChoice
 
 _TRIED = 4  # number of positions in the test that distinguishes losses
 NumItems = Tensor | float | None  # number of targets in all micro-batches of a step; None: the mean over this batch
@@ -98,34 +97,6 @@ def _shift_weights(model: nn.Module, marks: PositionMask) -> dict[str, Tensor]:
     if weight_N is None:
         return {}
     return {"shift_weights": weight_N if len(weight_N) else weight_N.new_zeros(1)}
-
-
-def weigh(loss_N: Tensor, model: nn.Module, marks: PositionMask) -> Tensor:
-    """Return the losses of the trained positions times the user's weights, if the forward has weights."""
-    if not bool(marks.trained.any()):
-        return loss_N
-    weight_N = weights_at(model, marks.trained.flatten().nonzero().flatten())
-    return loss_N if weight_N is None else loss_N * weight_N.to(loss_N)
-
-
-def weighted_loss(loss_N: Tensor, choice: TokenChoice, num_items: NumItems, marks: PositionMask) -> Tensor:
-    """Return the weighted sum of the trained positions' losses, in the order of the positions, divided by the number of
-    targets of the step.
-
-    ``num_items`` is the number of targets in all micro-batches of a step, None for this batch. Without trained
-    positions ``loss_N`` has one placeholder, which does not count.
-    """
-    if not bool(marks.trained.any()):
-        return loss_N.sum() * 0.0
-    assert choice.weight_BT is not None
-    index_N = upload(loss_N.device, marks.trained.flatten().nonzero().flatten())[0]
-    weight_N = choice.weight_BT.flatten().to(loss_N).index_select(0, index_N)
-    return (weight_N * loss_N).sum() / (int(marks.target.sum()) if num_items is None else num_items)
-
-
-def token_losses(logits_NV: Tensor, label_N: Tensor) -> Tensor:
-    """Return the loss of each position, (N,), in at least float32, like transformers."""
-    return nn.functional.cross_entropy(logits_NV.float(), label_N, ignore_index=IGNORED, reduction="none")
 
 
 def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:
