@@ -35,11 +35,6 @@ def remove_scale(gradient: Tensor, scale: Tensor | float | None) -> Tensor:
     return torch.nan_to_num(gradient, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def apply_scale(kept: Tensor, scale: Tensor | float | None) -> Tensor:
-    """Return a stored gradient multiplied by the loss scale of a pass."""
-    return kept if scale is None else kept * _at(scale, kept)
-
-
 def _at(scale: Tensor | float, other: Tensor) -> Tensor | float:
     return scale.to(other.device) if isinstance(scale, Tensor) else scale
 
