@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach, count_flops
+from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import (
     Blocks,
     Budget,
@@ -30,8 +31,8 @@ from sparsebp_cli.policy import (
     Stateful,
     Step,
     TwoToFour,
-    Values,
     choice,
+    returned,
 )
 from sparsebp_cli.testing.promise import equal, name_of, require, through_json, train_network
 from sparsebp_cli.testing.state import check_state
@@ -84,43 +85,34 @@ def _check_part(name: str, selection: Selection | None, declared: type[Selection
     kind = type(selection) if selection is not None else None
     says = "None" if declared is None else declared.__name__
     require(kind in (None, declared), f"{name}: returns {type(selection).__name__}, but declares {says}")
+    if selection is None:
+        return
+    try:
+        returned.check_selection(name, selection, grad_NO)
+    except PolicyError as error:
+        raise AssertionError(str(error)) from None
+    numbers = [value for field, value in vars(selection).items() if field.startswith(("weight", "value"))]
+    good = all(bool(torch.as_tensor(value).isfinite().all()) for value in numbers if value is not None)
+    require(good, f"{name}: weights and values of {type(selection).__name__} must be finite")
     if isinstance(selection, TwoToFour):
-        _check_two_to_four(name, selection, grad_NO)
+        _check_two_to_four(name, selection)
     elif isinstance(selection, Groups):
-        _check_groups(name, selection, grad_NO)
-    elif isinstance(selection, Values):
-        good = selection.value_NO.shape == grad_NO.shape and bool(selection.value_NO.isfinite().all())
-        require(good, f"{name}: value_NO must be finite and {tuple(grad_NO.shape)}")
-    elif isinstance(selection, Elements):
-        _check_index(name, selection.index_K, grad_NO.numel())
-        require(math.isfinite(selection.weight), f"{name}: weight must be finite, got {selection.weight}")
-    elif isinstance(selection, Rows | Columns | Blocks):
-        high, wide = selection.grid(grad_NO) if isinstance(selection, Blocks) else (1, 1)
-        choices = {Rows: grad_NO.shape[0], Columns: grad_NO.shape[1], Blocks: high * wide}
-        _check_index(name, selection.index_K, choices[type(selection)])
-        if isinstance(selection, Rows):
-            _check_examples(name, selection, grad_NO)
-        weight_K = selection.weight_K
-        good = weight_K is None or (weight_K.shape == selection.index_K.shape and bool(weight_K.isfinite().all()))
-        require(good, f"{name}: weight_K must be finite, one for each index")
-    else:
-        require(selection is None, f"{name}: selects by {type(selection).__name__}, which no kernel supports")
+        _check_groups(name, selection)
+    elif isinstance(selection, Rows):
+        _check_examples(name, selection, grad_NO)
 
 
-def _check_two_to_four(name: str, selection: TwoToFour, grad_NO: Tensor) -> None:
-    mask, whole = selection.mask_NO, grad_NO.shape[1] // 4 * 4
-    good = mask.dtype == torch.bool and mask.shape == grad_NO.shape and math.isfinite(selection.weight)
-    require(good, f"{name}: mask_NO must be boolean and {tuple(grad_NO.shape)}, weight finite")
+def _check_two_to_four(name: str, selection: TwoToFour) -> None:
+    mask = selection.mask_NO
+    whole = mask.shape[1] // 4 * 4
     groups = mask[:, :whole].reshape(-1, 4).sum(1)
-    pattern = bool((groups == 2).all()) and bool(mask[:, whole:].all())
+    pattern = mask.dtype == torch.bool and bool((groups == 2).all()) and bool(mask[:, whole:].all())
     require(pattern, f"{name}: mask_NO must keep two of every four features, and a shorter rest whole")
 
 
-def _check_groups(name: str, selection: Groups, grad_NO: Tensor) -> None:
-    weight_NO, (kept, group) = selection.weight_NO, selection.num_of
-    good = weight_NO.shape == grad_NO.shape and bool(weight_NO.isfinite().all()) and 0 < kept <= group
-    require(good, f"{name}: weight_NO must be finite and {tuple(grad_NO.shape)}, num_of a part of a group")
-    weight = weight_NO.t() if selection.along_rows else weight_NO
+def _check_groups(name: str, selection: Groups) -> None:
+    kept, group = selection.num_of
+    weight = selection.weight_NO.t() if selection.along_rows else selection.weight_NO
     whole = weight.shape[1] // group * group
     counts = weight[:, :whole].reshape(-1, group).count_nonzero(1)
     rest = weight[:, whole:]
@@ -135,13 +127,6 @@ def _check_examples(name: str, rows: Rows, grad_NO: Tensor) -> None:
         example_BK = rows.index_K.view(examples, -1) // (grad_NO.shape[0] // examples)
         good = bool((example_BK == torch.arange(examples)[:, None]).all())
     require(good, f"{name}: num_examples must be 1 or B, with as many rows of each example, example after example")
-
-
-def _check_index(name: str, index_K: Tensor, num_choices: int) -> None:
-    require(index_K.dtype == torch.int64 and index_K.dim() == 1, f"{name}: index_K must be one dimension of int64")
-    inside = index_K.numel() == 0 or (int(index_K.min()) >= 0 and int(index_K.max()) < num_choices)
-    require(inside, f"{name}: index_K must be in [0, {num_choices}), got {index_K.tolist()}")
-    require(len(set(index_K.tolist())) == index_K.numel(), f"{name}: index_K has a number twice: {index_K.tolist()}")
 
 
 def _check_budget(policy: GradientSelector) -> None:
