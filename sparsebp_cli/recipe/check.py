@@ -13,7 +13,7 @@ from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
 from sparsebp_cli.recipe.composition import find_unsupported
 from sparsebp_cli.recipe.document import Node, Place
-from sparsebp_cli.recipe.foreign_key import answer
+from sparsebp_cli.recipe.foreign_key import OF_TARGETS, answer
 from sparsebp_cli.recipe.schema import SECRET_URI, PolicyEntry, Recipe, TargetSection
 from sparsebp_cli.recipe.store_address import find_problem
 from sparsebp_cli.recipe.target import check_target, merge_named_target
@@ -124,7 +124,7 @@ def _add_home(field_error: FieldError) -> FieldError:
     key = field_error.location[-1]
     instead = answer(str(key), is_at_top=len(field_error.location) == 1)
     # In a policy or target the word may instead be a misspelt option.
-    if instead is not None and not {"policy", "target"} & set(field_error.location[:-1]):
+    if instead is not None and (key in OF_TARGETS or not {"policy", "target"} & set(field_error.location[:-1])):
         return replace(field_error, text=f"unknown key {show(str(key))}: {instead}")
     homes = ["the top, without indentation"] if key in Recipe.model_fields else []
     for section, field in Recipe.model_fields.items():

@@ -19,6 +19,7 @@ NOT_NEEDED = {
     "overwrite_output_dir": "every run has a folder of its own",
     "plot_loss": "every report plots the loss",
 }
+OF_TARGETS = {"qos"}  # former options of targets among the answers
 ANSWERS = {
     # how long
     "epochs": "training.num_train_epochs",
@@ -135,6 +136,7 @@ ANSWERS = {
     "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or {type: fp4}",
     "quantization_config": "model.quantization: {type: nf4}",
     # keys of our earlier versions
+    "qos": "target.arguments: [--qos=NAME]",
     "policy_validation_examples": None,
     "eval_batches": "measure.eval_examples",
     "weight_column": "the key weight of a message",

@@ -28,7 +28,16 @@ WITHOUT_EFFECT = {
     "tracking.also",
     "tracking.code_diff",
 }
-OLD_KEYS = [f'"{key}"'.encode() for key in ("engine", SCHEDULE, *(path.rpartition(".")[2] for path in GONE))]
+# Options of targets that are gone, by kind. A run's weights and results do not depend on them.
+GONE_OPTIONS = {
+    "docker": ("gpu_request",),
+    "kubernetes": ("backoff_limit", "gpu_resource", "priority_class"),
+    "slurm": ("qos",),
+}
+OLD_KEYS = [
+    f'"{key}"'.encode()
+    for key in ("engine", SCHEDULE, *(path.rpartition(".")[2] for path in GONE), *sum(GONE_OPTIONS.values(), ()))
+]
 MARK = ", with a key of 0.5, "  # in the name of a split: the run can be shown and compared, but not trained further
 
 
@@ -47,6 +56,7 @@ def rename_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(backward := known.get("backward"), dict) and "engine" in backward:
         backward["execution"] = backward.pop("engine")
     _replace_batches(known)
+    _drop_options(known.get("target"))
     dataset = known.get("dataset")
     for path, default in GONE.items():
         *sections, key = path.split(".")
@@ -70,6 +80,16 @@ def _replace_batches(recipe: dict[str, Any]) -> None:
             recipe["measure"]["eval_examples"] = batches * training["per_device_train_batch_size"] * processes
     except (LookupError, TypeError, AttributeError):
         return  # it has no such key, or the next reader refuses it
+
+
+def _drop_options(target: Any) -> None:
+    """Drop removed options of a target. ``qos`` becomes an option of sbatch."""
+    if not isinstance(target, dict):
+        return  # the next reader refuses it
+    for key in GONE_OPTIONS.get(str(target.get("kind")), ()):
+        value = target.pop(key, None)
+        if key == "qos" and value:
+            target["arguments"] = [*target.get("arguments", []), f"--qos={value}"]
 
 
 def _fold_schedule(recipe: Mapping[str, Any]) -> dict[str, Any]:

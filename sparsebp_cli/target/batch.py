@@ -48,7 +48,6 @@ class SlurmOptions(ContainerOptions):
     )
     partition: Word | None = Field(None, description="Slurm partition; null: the cluster's default.")
     account: Word | None = Field(None, description="Slurm account; null: your default account.")
-    qos: Word | None = Field(None, description="Slurm quality of service; null: the default.")
     timeout_min: PositiveInt | None = Field(None, description="Time limit in minutes; null: the partition's default.")
     gpus: PositiveInt | Annotated[str, Field(pattern=r"^[\w.-]+:[1-9][0-9]*$")] | None = Field(
         None, description="GPUs of a run on each node: NUMBER, or TYPE:NUMBER such as a100:2; null: none."
@@ -100,7 +99,6 @@ def sbatch_options(options: SlurmOptions, folder: str, num_runs: int, max_parall
     for name, value in (
         ("partition", options.partition),
         ("account", options.account),
-        ("qos", options.qos),
         ("time", options.timeout_min),
         ("gres", f"gpu:{options.gpus}" if options.gpus else None),
         ("cpus-per-task", options.cpus),

@@ -58,11 +58,6 @@ class DockerOptions(ContainerOptions):
     command: Literal["docker", "podman"] = Field("docker", description="Command line tool of the container engine.")
     pull: Literal["missing", "always", "never"] = Field("missing", description="When the engine pulls the image.")
     gpus: Literal["all"] | PositiveInt | list[Device] | None = Field(None, description=GPUS)
-    gpu_request: Literal["auto", "gpus", "cdi"] = Field(
-        "auto",
-        description="How the engine requests GPUs. gpus: by --gpus. cdi: by the Container Device Interface. auto: "
-        "gpus for docker, cdi for podman.",
-    )
     mounts: list[MountText] = Field(
         default_factory=list, description="Folders of the host to mount: SOURCE:TARGET (read-only) or SOURCE:TARGET:rw."
     )
@@ -88,8 +83,6 @@ class DockerOptions(ContainerOptions):
     def _consistent(self) -> DockerOptions:
         if self.host and self.context:
             raise ValueError("give either host or context, not both")
-        if self.command == "podman" and self.gpu_request == "gpus":
-            raise ValueError("gpu_request: got gpus, but podman silently ignores --gpus; use cdi")
         if self.command == "podman" and self.host:
             raise ValueError("host: for podman, add a connection (podman system connection add) and give it as context")
         return self
@@ -152,14 +145,14 @@ def gpu_options(options: DockerOptions) -> list[str]:
     """Return the options that request GPUs."""
     if options.gpus is None:
         return []
-    if (options.gpu_request == "auto" and options.command == "docker") or options.gpu_request == "gpus":
+    if options.command == "docker":
         wanted = options.gpus
         if isinstance(wanted, list):
             # docker parses this as a line of CSV, so a list needs its own quotes.
             return ["--gpus", '"device=' + ",".join(wanted) + '"']
         return ["--gpus", str(wanted)]
     names = ["all"] if options.gpus == "all" else options.gpus
-    # CDI addresses devices by name and has no option for their number.
+    # Podman silently ignores --gpus. CDI addresses devices by name and has no option for their number.
     if isinstance(names, int):
         names = [str(number) for number in range(names)]
     return [word for name in names for word in ("--device", f"nvidia.com/gpu={name}")]

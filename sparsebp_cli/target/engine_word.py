@@ -52,14 +52,14 @@ DOCKER: tuple[tuple[str, str], ...] = (
 SLURM: tuple[tuple[str, str], ...] = (
     (r"invalid partition", "`sinfo` lists the partitions: see target.partition"),
     (r"invalid account", "`sacctmgr show associations user=$USER` lists your accounts: see target.account"),
-    (r"invalid qos", "`sacctmgr show qos` lists the allowed names: see target.qos"),
+    (r"invalid qos", "`sacctmgr show qos` lists the allowed names: see target.arguments"),
     (
         r"requested time limit is invalid|time limit specification",
         "`sinfo --format='%P %l'` shows the limits: see target.timeout_min",
     ),
     (
         r"violates accounting/qos policy",
-        "your account or QOS limits jobs, CPUs, GPUs or time: see target.qos, account, gpus, timeout_min",
+        "your account or QOS limits jobs, CPUs, GPUs or time: see target.account, arguments, gpus, timeout_min",
     ),
     (
         r"memory specification can not be satisfied|memory required by task is not available",

@@ -25,6 +25,7 @@ from sparsebp_cli.target.container import check_paths, container_name, run_folde
 from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
 from sparsebp_cli.target.manifest import (
+    GPU,
     INDEX,
     JOBSET,
     KubernetesOptions,
@@ -180,11 +181,9 @@ class KubernetesEngine(TargetEngine):
             yield CheckResult("ok", "reachable", f"Kubernetes {version['gitVersion']} at {self._place}")
             yield from self._check_jobs()
             nodes = json.loads(self._run("get", "nodes", "--output", "json").text or '{"items": []}')["items"]
-            gpus = sum(int(node["status"]["allocatable"].get(options.gpu_resource, 0)) for node in nodes)
+            gpus = sum(int(node["status"]["allocatable"].get(GPU, 0)) for node in nodes)
             enough = not options.gpus or gpus >= options.gpus
-            yield CheckResult(
-                "ok" if enough else "warn", "GPUs", f"{gpus} of {options.gpu_resource} on {len(nodes)} nodes"
-            )
+            yield CheckResult("ok" if enough else "warn", "GPUs", f"{gpus} of {GPU} on {len(nodes)} nodes")
             if options.claim:
                 claim = self._get("pvc", options.claim)
                 phase = claim["status"].get("phase", "?") if claim else "there is none"

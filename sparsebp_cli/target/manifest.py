@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from sparsebp_cli.recipe.schema import CountFromZero, Name, PositiveInt
+from sparsebp_cli.recipe.schema import Name, PositiveInt
 from sparsebp_cli.target.confinement import NOBODY, read_mount
 from sparsebp_cli.target.container import (
     DATA,
@@ -29,6 +29,8 @@ GRACE_SECONDS = 120  # for a checkpoint when a pod must end
 QUEUE = "kueue.x-k8s.io/queue-name"  # label that assigns a job to a Kueue queue
 JOBSET = "jobset.x-k8s.io/v1alpha2"
 NODES = "node"  # name of the only replicated job of a JobSet
+GPU = "nvidia.com/gpu"  # resource name of a GPU
+RESTARTS = 2  # of a Job: lost pods to replace, after growing pauses; of a JobSet: restarts of all pods
 OWN_FAILURES = [1, 2]  # exit codes of a worker that would fail again
 
 
@@ -46,9 +48,6 @@ class KubernetesOptions(ContainerOptions):
         "With several nodes, all pods must be able to mount it (ReadWriteMany). null: none.",
     )
     gpus: PositiveInt | None = Field(None, description="GPUs of each pod; each node has one pod. null: none.")
-    gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[\w.-]+$")] = Field(
-        "nvidia.com/gpu", description="The cluster's resource name of a GPU."
-    )
     cpus: Quantity | None = Field(
         None, description="CPUs of each pod, as request and limit; null: the namespace's default."
     )
@@ -56,7 +55,6 @@ class KubernetesOptions(ContainerOptions):
         None, description="Memory of each pod, such as 16Gi, as request and limit; null: the namespace's default."
     )
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that a node must have.")
-    priority_class: DnsName | None = Field(None, description="PriorityClass of the pods; null: the default.")
     queue: DnsLabel | None = Field(
         None, description="Kueue's LocalQueue in the namespace: Kueue decides when the run starts. null: no Kueue."
     )
@@ -64,11 +62,6 @@ class KubernetesOptions(ContainerOptions):
         "auto",
         description="Object for a run on several nodes. jobset: a JobSet. job: an Indexed Job with its Service. auto: "
         "jobset if the cluster has JobSets, else job.",
-    )
-    backoff_limit: CountFromZero = Field(
-        2,
-        description="For a Job: number of lost pods to replace, after growing pauses. For a JobSet: number of "
-        "restarts of all pods.",
     )
     hold_min: PositiveInt = Field(60, description="Minutes that a pod keeps its results after training.")
     mounts: list[MountText] = Field(
@@ -101,7 +94,7 @@ def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
 
 def make_job_set(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
     """Return the JobSet of a run on several nodes. Its controller creates the Service by which the pods find each
-    other. If a pod is lost, the controller restarts all pods, up to ``backoff_limit`` times."""
+    other. If a pod is lost, the controller restarts all pods, up to ``RESTARTS`` times."""
     name = container_name(run_id)
     # Pod names are JOBSET-REPLICATED_JOB-JOB-POD.SUBDOMAIN; the subdomain is the name of the set.
     spec = _make_job_spec(options, run_id, f"{name}-{NODES}-0-0.{name}")
@@ -116,7 +109,7 @@ def make_job_set(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [NODES]},
-            "failurePolicy": {"maxRestarts": options.backoff_limit, "rules": [end]},
+            "failurePolicy": {"maxRestarts": RESTARTS, "rules": [end]},
             "replicatedJobs": [
                 {"name": NODES, "replicas": 1, "template": {"metadata": {"labels": _labels(run_id)}, "spec": spec}}
             ],
@@ -137,7 +130,7 @@ def _make_job_spec(options: KubernetesOptions, run_id: Name, first: str) -> dict
             {"name": "SPARSEBP_FIRST_NODE", "value": f"{first}:{NODE_PORT}"},
         ]
     template = {"metadata": {"labels": _labels(run_id)}, "spec": pod}
-    return {**several, "backoffLimit": options.backoff_limit, "template": template}
+    return {**several, "backoffLimit": RESTARTS, "template": template}
 
 
 def make_service(run_id: Name) -> dict[str, Any]:
@@ -214,8 +207,6 @@ def _make_pod(options: KubernetesOptions, words: list[str], *, reader: bool = Fa
         pod["containers"][0]["volumeMounts"].append(inside)
     if options.node_selector:
         pod["nodeSelector"] = dict(options.node_selector)
-    if options.priority_class:
-        pod["priorityClassName"] = options.priority_class
     if options.host_network:
         pod["hostNetwork"] = True
     return pod
@@ -231,5 +222,5 @@ def _make_resources(options: KubernetesOptions) -> dict[str, Any]:
     wanted = {"cpu": options.cpus, "memory": options.memory}
     amounts = {name: value for name, value in wanted.items() if value}
     if options.gpus:
-        amounts[options.gpu_resource] = str(options.gpus)
+        amounts[GPU] = str(options.gpus)
     return {"limits": amounts, "requests": amounts} if amounts else {}

@@ -19,6 +19,7 @@ from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import stored_recipe
 from sparsebp_cli.source.split import find_splits
+from sparsebp_cli.target import make_target
 
 
 def recipe(**changes: object) -> Recipe:
@@ -150,6 +151,26 @@ def test_the_split_of_a_stored_plan_names_a_removed_key_that_had_an_effect(tmp_p
     section = plan.dataset.model_copy(update={"name": str(tmp_path / "data.jsonl")})
     with pytest.raises(DataError, match="a run with such a key can be compared, but not trained"):
         find_splits(section)
+
+
+@pytest.mark.parametrize(
+    ("kind", "former", "left"),
+    [
+        ("docker", {"gpu_request": "cdi"}, {}),
+        ("kubernetes", {"backoff_limit": 2, "gpu_resource": "amd.com/gpu", "priority_class": None}, {}),
+        ("slurm", {"qos": None}, {}),
+        ("slurm", {"qos": "low", "arguments": ["--nice=1"]}, {"arguments": ["--nice=1", "--qos=low"]}),
+        ("of-a-plugin", {"qos": "low"}, {"qos": "low"}),
+    ],
+)
+def test_a_stored_target_is_read_without_removed_options(tmp_path, kind: str, former: dict, left: dict) -> None:
+    content = json.loads(Plan(recipe=recipe()).model_dump_json())
+    content["recipe"]["target"] = {"kind": kind, **former}
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    target = Plan.load(tmp_path / "plan.json").recipe.target
+    assert target.options == left
+    if kind == "slurm":
+        make_target(target)
 
 
 def test_batches_to_evaluate_become_examples() -> None:

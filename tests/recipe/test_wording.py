@@ -217,6 +217,10 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
         (TRAINING + "load_in_4bit: true", "in a recipe, write model.quantization: {type: nf4}"),
         (SMALL + "lora_r: 8", "in a recipe, write model.lora.r"),
         (
+            SMALL + "target: {kind: slurm, qos: low}",
+            "5:23: target.qos: unknown key 'qos': in a recipe, write target.arguments: [--qos=NAME]",
+        ),
+        (
             TRAINING + "warmup_ratio: 0.1\n  warmup_steps: 3",
             "training: give only one of warmup_steps and warmup_ratio, got both (3 and 0.1)",
         ),

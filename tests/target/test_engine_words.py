@@ -54,11 +54,11 @@ WORDS = {
     "sbatch: error: Batch job submission failed: Invalid partition name specified": "target.partition",
     "sbatch: error: Batch job submission failed: Invalid account or "
     "account/partition combination specified": "target.account",
-    "sbatch: error: Batch job submission failed: Invalid qos specification": "target.qos",
+    "sbatch: error: Batch job submission failed: Invalid qos specification": "target.arguments",
     "sbatch: error: Batch job submission failed: Requested time limit is invalid "
     "(missing or exceeds some limit)": "timeout_min",
     "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
-    "(job submit limit, user's size and/or time limits)": "target.qos",
+    "(job submit limit, user's size and/or time limits)": "target.account",
     "sbatch: error: Batch job submission failed: Memory specification can not be satisfied": "target.memory",
     "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification": "target.gpus",
     "sbatch: error: Batch job submission failed: Requested node configuration is not available": "target.gpus",

@@ -38,7 +38,6 @@ RICH_POD = {
     "cpus": "4",
     "memory": "16Gi",
     "node_selector": {"gpu": "a100"},
-    "priority_class": "low",
     "mounts": ["/srv/data:/srv/data"],
     "env": {"OMP_NUM_THREADS": "4"},
 }
@@ -48,13 +47,12 @@ RICH_BATCH = {
     "setup": ["module load python/3.12"],
     "partition": "gpu",
     "account": "lab",
-    "qos": "normal",
     "timeout_min": 90,
     "gpus": "a100:2",
     "cpus": 8,
     "memory": "64g",
     "env": {"OMP_NUM_THREADS": "8"},
-    "arguments": ["--constraint=nvlink"],
+    "arguments": ["--constraint=nvlink", "--qos=normal"],
 }
 
 
@@ -118,7 +116,7 @@ GOLDEN: dict[str, Callable[[], str]] = {
         env={"OMP_NUM_THREADS": "4"},
     ),
     "docker-context.txt": lambda: show_docker(context="lab", gpus="all"),
-    "docker-cdi.txt": lambda: show_docker(gpus=2, gpu_request="cdi"),
+    "docker-cdi.txt": lambda: show_docker(command="podman", gpus=2),
     "podman.txt": lambda: show_docker(command="podman", context="gpu1", gpus="all"),
     "slurm-plain.txt": show_slurm,
     "slurm-rich.txt": lambda: show_slurm(**RICH_BATCH),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run import History, State
+from sparsebp_cli.target.container import container_name
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_reader, to_text
 from sparsebp_cli.testing import check_target
@@ -165,8 +166,9 @@ def test_a_lost_pod_is_replaced_and_goes_on_from_its_checkpoint_on_the_claim(opt
 
 
 def test_a_pod_that_nobody_fetched_from_in_time_is_read_through_another_one(options: Options, claim: str) -> None:
-    run, target = prepare("kubernetes", options | {"claim": claim, "backoff_limit": 0})
+    run, target = prepare("kubernetes", options | {"claim": claim})
     job = target.submit(run)
+    kubectl("patch", "job", container_name(run.run_id), "--type=merge", "-p", '{"spec": {"backoffLimit": 0}}')
     wait_for_step(run, 3)
     launch = Launch.load(run)
     assert launch is not None
