@@ -69,7 +69,7 @@ QLORA = {  # weights are quantised where they are loaded, so the model has some
     "config": None,
     "tokenizer": None,
     "name": "austen-llama",
-    "quantization": {"type": "nf4", "bnb_4bit_use_double_quant": True},
+    "quantization": {"type": "nf4"},
     "lora": {"r": 8, "target_modules": "all-linear"},
 }
 # Each with what it changes of BASE.

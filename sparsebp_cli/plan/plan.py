@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -88,9 +89,10 @@ def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
     for path, default in GONE.items():
-        section, *_, key = path.split(".")
-        if section in content and path.count(".") == 1:
-            content[section][key] = default  # keeps the ids of old groups
+        *sections, key = path.split(".")
+        section = reduce(lambda part, name: part and part.get(name), sections, content)
+        if section is not None and sections != ["model", "lora"]:
+            section[key] = default  # keeps the ids of old groups
     later_keys = {
         "dataset": LATER_DATASET_KEYS,
         "model": LATER_MODEL_KEYS,

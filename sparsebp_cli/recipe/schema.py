@@ -40,7 +40,6 @@ ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_a
 HUB_KERNEL = r"kernels-community/[\w.-]+(@[\w.-]+)?(:\w+)?"
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-CHANGES_BASE = ("olora", "pissa")  # initialisations of adapters that subtract them from the base
 
 
 class LoraSection(Section):
@@ -64,22 +63,10 @@ class LoraSection(Section):
         False, description="true: use rank-stabilised LoRA, which scales the update by lora_alpha / sqrt(r)."
     )
     use_dora: bool = Field(False, description="true: use DoRA, which trains the magnitude of each output separately.")
-    init_lora_weights: bool | Literal["gaussian", "olora", "orthogonal", "pissa"] = Field(
-        True,
-        description="How peft initialises the adapters. olora and pissa change the base weights, so SparseBP saves "
-        "the merged model.",
-    )
-    bias: Literal["none", "all", "lora_only"] = Field(
-        "none",
-        description="Biases to train. none: no biases. all: all biases. lora_only: the biases of layers with adapters.",
-    )
     modules_to_save: list[str] | None = Field(
         None,
         description="Names of modules, such as lm_head, that are trained completely, in addition to the adapters. "
         "null: only a new classification head.",
-    )
-    trainable_token_indices: list[CountFromZero] | None = Field(
-        None, description="Ids of tokens whose embeddings are trained, in addition to the adapters. null: none."
     )
 
 
@@ -127,22 +114,11 @@ class QuantizationSection(Section):
             "is not quantised."
         )
     )
-    bnb_4bit_use_double_quant: bool = Field(False, description="For nf4 and fp4. true: quantise the scales, too.")
-    bnb_4bit_compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="For nf4 and fp4: data type of matrix products. null: model.dtype."
-    )
 
     @property
     def package(self) -> str:
         """The package that quantises."""
         return "torchao" if self.type == "int8" else "bitsandbytes"
-
-    @model_validator(mode="after")
-    def _options_fit_the_type(self) -> Self:
-        for key in ("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype"):
-            if self.type == "int8" and getattr(self, key):
-                raise ValueError(f"{key} needs 'type: nf4' or 'type: fp4', got 'type: {self.type}'")
-        return self
 
 
 class ModelSection(Section):
@@ -216,11 +192,6 @@ class ModelSection(Section):
         if self.quantization is not None and self.name is None:
             raise ValueError(
                 "quantization needs a trained model: give model.name, since model.config makes random weights"
-            )
-        if self.quantization is not None and self.lora is not None and self.lora.init_lora_weights in CHANGES_BASE:
-            raise ValueError(
-                f"lora.init_lora_weights: {self.lora.init_lora_weights} changes the base weights, but quantised "
-                "weights cannot change; allowed: true, gaussian, orthogonal"
             )
         if self.adapter is not None and self.name is None:
             raise ValueError(

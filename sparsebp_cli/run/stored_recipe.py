@@ -17,6 +17,11 @@ GONE: dict[str, object] = {
     "measure.independent_examples": None,
     **dict.fromkeys(f"model.lora.{key}" for key in ("exclude_modules", "layers_pattern", "layers_to_transform")),
     **{f"model.lora.{key}": {} for key in ("alpha_pattern", "rank_pattern")},
+    "model.quantization.bnb_4bit_compute_dtype": None,
+    "model.quantization.bnb_4bit_use_double_quant": False,
+    "model.lora.bias": "none",
+    "model.lora.init_lora_weights": True,
+    "model.lora.trainable_token_indices": None,
     "tracking.also": [],
     "tracking.code_diff": False,
 }

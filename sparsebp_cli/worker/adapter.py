@@ -15,12 +15,13 @@ from sparsebp_cli import durable
 from sparsebp_cli.backward.linear.quantized import find_quantized
 from sparsebp_cli.composition import READERS, find_adapter_options
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.recipe.schema import CHANGES_BASE, ModelSection
+from sparsebp_cli.recipe.schema import ModelSection
 from sparsebp_cli.source import MODELS, find_source
 from sparsebp_cli.source.adapter import CONFIG, find_adapter, read_adapter
 from sparsebp_cli.source.architecture import Architecture
 from sparsebp_cli.worker.quantization import dequantize
 
+CHANGES_BASE = ("olora", "pissa")  # initialisations of adapters that subtract them from the base
 # peft's names of the tasks; a masked language model has no name there and needs none.
 PEFT_TASKS: dict[Architecture, str | None] = {
     "causal": "CAUSAL_LM",

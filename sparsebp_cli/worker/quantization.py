@@ -39,9 +39,6 @@ def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[st
         if found != given.type:
             text = f"the model's files are already quantised: give type: {found}"
             raise DataError(f"model.quantization: {given.type}: {text}")
-        if given.bnb_4bit_use_double_quant or given.bnb_4bit_compute_dtype is not None:
-            text = "the model's files are already quantised and set the bnb_4bit_ options: leave these out"
-            raise DataError(f"model.quantization: {text}")
         return place
     return place | {"quantization_config": _make_config(given, getattr(torch, section.dtype))}
 
@@ -59,13 +56,7 @@ def _make_config(section: QuantizationSection, dtype: torch.dtype) -> BitsAndByt
         from torchao.quantization import Int8WeightOnlyConfig
 
         return TorchAoConfig(Int8WeightOnlyConfig(version=2))
-    computes = section.bnb_4bit_compute_dtype
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=section.type,
-        bnb_4bit_use_double_quant=section.bnb_4bit_use_double_quant,
-        bnb_4bit_compute_dtype=dtype if computes is None else getattr(torch, computes),
-    )
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=section.type, bnb_4bit_compute_dtype=dtype)
 
 
 def settle(model: PreTrainedModel) -> None:

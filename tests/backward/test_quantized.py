@@ -27,12 +27,8 @@ IDS = torch.randint(3, 60, (4, 20), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[1, 12:], MASK[3, 7:] = 0, 0
 LABELS = IDS.masked_fill(MASK == 0, -100)
-KINDS: dict[str, dict[str, Any]] = {
-    "nf4": {"type": "nf4"},
-    "nf4, double": {"type": "nf4", "bnb_4bit_use_double_quant": True},
-    "fp4": {"type": "fp4"},
-    "int8": {"type": "int8"},
-}
+DOUBLE = "nf4, double"  # the scales are quantised, too: of files that were quantised so
+KINDS = ("nf4", DOUBLE, "fp4", "int8")
 # A policy, its options, and the options of the backward.
 POLICIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "nothing left out": ("topk", {"keep": 1.0, "along": "rows"}, {}),
@@ -69,11 +65,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def load(folder: Path, kind: str, dtype: str = "float32", **options: Any) -> Any:
-    section = ModelSection(
-        name=str(folder), dtype=dtype, lora={}, quantization=QuantizationSection(**KINDS[kind] | options)
-    )
-    made = load_options(section, {})
+def load(folder: Path, kind: str, dtype: str = "float32") -> Any:
+    quantization = QuantizationSection(type=kind.partition(",")[0])
+    made = load_options(ModelSection(name=str(folder), dtype=dtype, lora={}, quantization=quantization), {})
+    if kind == DOUBLE:
+        made["quantization_config"].bnb_4bit_use_double_quant = True
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **made)
     settle(model)
     return model

@@ -119,6 +119,11 @@ def test_the_group_of_a_plan_is_that_of_earlier_versions() -> None:
     assert Plan(recipe=recipe()).group == "78ffe9d3a123", "a new key? Name it in LATER_..._KEYS of plan/plan.py"
 
 
+def test_the_group_of_a_plan_with_a_quantised_base_is_that_of_earlier_versions() -> None:
+    model = {"name": "m", "lora": {}, "quantization": {"type": "nf4"}}
+    assert Plan(recipe=recipe(model=model)).group == "22981ba0b303"
+
+
 def test_an_option_that_is_gone_stays_in_what_a_group_is_known_by() -> None:
     stored = json.loads(Plan(recipe=recipe(policy=[{"name": "lossless"}])).model_dump_json())["recipe"]
     (entry,) = group_content(load_stored(stored, "plan.json").recipe)["policy"]  # type: ignore[misc, attr-defined]
@@ -127,7 +132,7 @@ def test_an_option_that_is_gone_stays_in_what_a_group_is_known_by() -> None:
 
 @pytest.mark.parametrize("path", stored_recipe.GONE)
 def test_a_plan_with_the_default_of_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, path) -> None:
-    plan = Plan(recipe=recipe(model={"name": "m", "lora": {}}))
+    plan = Plan(recipe=recipe(model={"name": "m", "lora": {}, "quantization": {"type": "nf4"}}))
     content = json.loads(plan.model_dump_json())
     now = json.loads(plan.model_dump_json())["recipe"]
     *sections, key = path.split(".")

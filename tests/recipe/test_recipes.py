@@ -27,14 +27,7 @@ UNSHOWN = {
     "model.peft.type": "named by what follows it: guide, recipes",
     **{
         f"model.lora.{name}": "peft's own, of which few people set any: guide, recipes"
-        for name in (
-            "bias",
-            "init_lora_weights",
-            "modules_to_save",
-            "trainable_token_indices",
-            "use_dora",
-            "use_rslora",
-        )
+        for name in ("modules_to_save", "use_dora", "use_rslora")
     },
     "dataset.subset": "of data on a hub",
     "dataset.revision": "of data on a hub",

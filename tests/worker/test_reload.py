@@ -36,7 +36,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "embedding": {"lora": {"r": 4, "target_modules": ["embed_tokens"]}},
     "head and embedding": {"lora": {"r": 4, "target_modules": ["embed_tokens", "lm_head"]}},
     "head saved whole": {"lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}},
-    "tokens of lora": {"lora": {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [60, 70, 80]}},
     "tokens": {"peft": {"type": "trainable_tokens", "token_indices": [60, 70, 80]}},
     "dora of the head": {"lora": {"r": 4, "target_modules": ["lm_head"], "use_dora": True}},
 }
