@@ -93,7 +93,7 @@ class LoadedRun:
 
     @property
     def has_reached_limit(self) -> bool:
-        """Whether ``training.max_seconds`` or ``max_cost`` ended it before its last step."""
+        """Whether ``training.max_flops`` or the patience of early stopping ended it before its last step."""
         ends = self.history.ends
         return self.finished and bool(ends) and ends[-1].get("cause") == "limit"
 

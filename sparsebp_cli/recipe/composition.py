@@ -49,12 +49,9 @@ def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -
         yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
     yield from _find_arguments(recipe)
     yield from find_unmeasured(recipe)
-    for limit in ("max_cost", "max_flops"):
-        if getattr(recipe.training, limit) is not None and recipe.measure.probe_every is None:
-            yield FieldError(
-                ("training", limit),
-                "needs measure.probe_every, because only probes count the FLOPs of a step; got null",
-            )
+    if recipe.training.max_flops is not None and recipe.measure.probe_every is None:
+        text = "needs measure.probe_every, because only probes count the FLOPs of a step; got null"
+        yield FieldError(("training", "max_flops"), text)
 
 
 def refuse_unsupported(recipe: Recipe) -> None:

@@ -141,6 +141,8 @@ ANSWERS = {
     "eval_batches": "measure.eval_examples",
     "weight_column": "the key weight of a message",
     "independent_examples": None,
+    "max_cost": "training.max_flops",
+    "max_seconds": "training.max_flops",
     "bias": None,
     "bnb_4bit_compute_dtype": "model.dtype",
     "bnb_4bit_use_double_quant": None,

@@ -415,20 +415,10 @@ class TrainingSection(Section):
         description="Finish the run after this many evaluations in a row without a new best value of "
         "checkpoint.keep_best. The learning rate keeps the schedule for max_steps. null: no early stop.",
     )
-    max_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
-        None,
-        description="Finish the run when all steps together took this many seconds, at the latest after max_steps. "
-        "Measurements and checkpoints do not count. Steps before a resume count. The learning rate keeps the schedule "
-        "for max_steps. null: no limit.",
-    )
-    max_cost: Annotated[float, Field(gt=0.0)] | None = Field(
-        None,
-        description="Like max_seconds, but limits the FLOPs of forward, backward and update. 100: as many FLOPs as "
-        "100 dense steps on the run's batches. null: no limit.",
-    )
     max_flops: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="Like max_cost, but in FLOPs, so the limit does not depend on the batches. A study sets it to its "
+        description="Finish the run when forward, backward and update of all steps together cost this many FLOPs, at "
+        "the latest after max_steps. The learning rate keeps the schedule for max_steps. A study sets this key to its "
         "budget. null: no limit.",
     )
     learning_rate: Annotated[float, Field(gt=0.0)] = Field(

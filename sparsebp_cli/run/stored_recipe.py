@@ -24,6 +24,8 @@ GONE: dict[str, object] = {
     "model.lora.trainable_token_indices": None,
     "tracking.also": [],
     "tracking.code_diff": False,
+    "training.max_cost": None,
+    "training.max_seconds": None,
 }
 # These had no effect on a run's weights and results, or rename_keys replaces them.
 WITHOUT_EFFECT = {

@@ -96,7 +96,7 @@ class Measurement:
     @property
     def _is_limited(self) -> bool:
         """Whether the cost of each step decides when the run ends."""
-        return self.recipe.training.max_cost is not None or self.recipe.training.max_flops is not None
+        return self.recipe.training.max_flops is not None
 
     def _count(self, step: int, forward: Callable[[], Tensor], shape: Callable[[], Shape]) -> None:
         """Count the work of a step if it is due. Probes do not suffice: their random draws differ."""

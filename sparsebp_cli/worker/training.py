@@ -130,8 +130,7 @@ class Training(Restorable):
             self._rest_of_update,
         )
         if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
-            name = "max_flops" if self.allowance.max_cost is None else "max_cost"
-            raise UnsupportedError(f"training.{name} needs probes to count FLOPs, but this run cannot make any")
+            raise UnsupportedError("training.max_flops needs probes to count FLOPs, but this run cannot make any")
         if self.plan.recipe.checkpoint.keep_best is not None and self._trains_frozen():
             text = "checkpoint.keep_best does not work with policies that train parts of frozen weights"
             raise UnsupportedError(text)
@@ -192,8 +191,7 @@ class Training(Restorable):
                     self.journal.write("facts", values={"dense_step_flops": self._price_dense()})
             self._log(self._measure(), step=self.step + 1)
             values = self.step_peak.watch(self.step + 1, self._train_step)
-            spent = (metric.STEP_SECONDS, metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS)
-            self.allowance.spend(*(values[one.name] for one in spent))
+            self.allowance.spend(values[metric.STEP_FLOPS.name])
             self._tell_graphs()
             self.step += 1
             self._log(values | self.measurement.after(self.step))

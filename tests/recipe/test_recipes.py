@@ -36,7 +36,6 @@ UNSHOWN = {
     "dataset.text_pair_column": "of pairs of texts, which no package brings",
     "backward.checkpointing": "of models larger than any that a package brings: guide, memory",
     "training.compile": "needs a compiler",
-    "training.max_flops": "a budget that `sparsebp study` sets; `max_cost` stands for it",
     "checkpoint.stop_at": "set by studies that halve",
     "measure.generate.every": "of models that can answer, which no package brings: guide, chat",
     "measure.generate.examples": "as measure.generate.every",

@@ -108,7 +108,7 @@ def uneven(tiny_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., 
     file.write_text("\n".join(map(json.dumps, lines)))
 
     def make(**sections: Any) -> Recipe:
-        given = {"max_steps": 16, "max_cost": 1e4, "per_device_train_batch_size": 4, **sections.pop("training", {})}
+        given = {"max_steps": 16, "max_flops": 1e30, "per_device_train_batch_size": 4, **sections.pop("training", {})}
         dataset = {"name": str(file), "format": "completion", "max_seq_length": 64, **sections.pop("dataset", {})}
         attention = sections.pop("model", {}).get("attention", "eager")  # whose products PyTorch counts on a CPU
         recipe = tiny_recipe(
@@ -296,7 +296,7 @@ ALWAYS = {"uniform", "lossless", "grades"}
 )
 def test_without_a_limit_uneven_steps_are_charged_what_they_compute(name, uneven, prepared, monkeypatch) -> None:
     """Few of them are counted, none by the kind of step that a probe happened to fall on."""
-    recipe = uneven(policy=[{"name": name, **UNEVEN[name]}], training={"max_cost": None, "max_steps": 96})
+    recipe = uneven(policy=[{"name": name, **UNEVEN[name]}], training={"max_flops": None, "max_steps": 96})
     charged, counted = spend(recipe, prepared, monkeypatch)
     assert charged.passes == pytest.approx(counted.passes, rel=0.03)
 
@@ -304,7 +304,7 @@ def test_without_a_limit_uneven_steps_are_charged_what_they_compute(name, uneven
 def test_a_policy_that_alternates_is_charged_for_each_kind_of_step(uneven, prepared) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     policy = [{"name": "uniform", "keep": 0.25, "start": 0.0, "end": 1.0, "interrupt": 2}]
-    run = prepared(uneven(policy=policy, training={"max_cost": None, "max_steps": 40}))
+    run = prepared(uneven(policy=policy, training={"max_flops": None, "max_steps": 40}))
     with JournalWriter(run.path) as journal:
         Training.build(Plan.load(run.plan_file), run, journal, StopRequest(), Ranks()).run_to_end()
     history = History.load(run.path)
@@ -403,10 +403,10 @@ def test_a_limit_of_work_says_what_comparisons_it_leaves_out(uneven, prepared) -
     def end_of(verify: str) -> str:
         AcceleratorState._reset_state(reset_partial_state=True)
         policy = [{"name": "lossless", "verify": verify}]
-        run = prepared(uneven(policy=policy, training={"max_cost": 3.0}))
+        run = prepared(uneven(policy=policy, training={"max_flops": 1e7}))
         with JournalWriter(run.path) as journal:
             Training.build(Plan.load(run.plan_file), run, journal, StopRequest(), Ranks()).run_to_end()
-        (text,) = [text for _, _, text in History.load(run.path).notes if "max_cost" in text]
+        (text,) = [text for _, _, text in History.load(run.path).notes if "max_flops" in text]
         return text
 
     found = re.search(

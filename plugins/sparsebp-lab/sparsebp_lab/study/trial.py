@@ -127,7 +127,7 @@ def rehearse(recipe: Recipe, first: Recipe, steps: int = REHEARSED_STEPS) -> Rec
     affect the cost come from the arm's ``first`` combination, so combinations of equal cost share a rehearsal."""
     recipe = without_generation(recipe)
     free = {name: getattr(first.training, name) for name in COST_FREE}
-    no_limit = {"max_steps": steps, "max_seconds": None, "max_cost": None, "max_flops": NEVER}
+    no_limit = {"max_steps": steps, "max_flops": NEVER}
     training = recipe.training.model_copy(update=free | no_limit)
     measure = recipe.measure.model_copy(
         update={
