@@ -141,6 +141,7 @@ ANSWERS = {
     "eval_batches": "measure.eval_examples",
     "weight_column": "the key weight of a message",
     "independent_examples": None,
+    "held_out": "dataset.eval_split",
     "max_cost": "training.max_flops",
     "max_seconds": "training.max_flops",
     "bias": None,

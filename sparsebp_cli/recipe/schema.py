@@ -234,12 +234,10 @@ class DatasetSection(Section):
         None, description="Name of the split for validation. null: use a part of the training split (eval_fraction)."
     )
     eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.1, description="If eval_split is null: fraction of the training split that is used for validation."
-    )
-    held_out: Literal["drawn", "tail"] | None = Field(
-        None,
-        description="Which rows eval_fraction selects. drawn: rows by a hash of their text or prompt, so equal rows "
-        "stay together. tail: the last rows. null: drawn, or tail for format text without group_column.",
+        0.1,
+        description="If eval_split is null: fraction of the training split that is used for validation. SparseBP draws "
+        "rows by a hash of their text or prompt, so equal rows stay together. For format text without group_column, it "
+        "takes the last blocks.",
     )
     group_column: str | None = Field(
         None,
@@ -332,10 +330,8 @@ class DatasetSection(Section):
 
     @property
     def draws_rows(self) -> bool:
-        """Whether eval_fraction draws rows at random instead of taking the tail."""
-        return (
-            self.held_out or ("tail" if self.format == "text" and self.group_column is None else "drawn")
-        ) == "drawn"
+        """Whether eval_fraction draws rows at random instead of taking the tail of packed text."""
+        return self.format != "text" or self.group_column is not None
 
     @model_validator(mode="after")
     def _columns_fit_the_format(self) -> Self:
@@ -353,8 +349,6 @@ class DatasetSection(Section):
                 "chat_template needs 'format: chat', or 'format: completion' with messages, got 'format: "
                 f"{self.format}'"
             )
-        if self.group_column is not None and self.held_out == "tail":
-            raise ValueError("group_column needs 'held_out: drawn', got 'held_out: tail'")
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ SCHEDULE = "schedule"  # a key of 0.5, and the policy that its phases become
 # Keys of 0.5 that are gone, with their defaults. Stored recipes are read without them.
 GONE: dict[str, object] = {
     "backward.time_forms": False,
+    "dataset.held_out": None,
     "dataset.policy_validation_examples": None,
     "dataset.weight_column": None,
     "measure.eval_batches": None,

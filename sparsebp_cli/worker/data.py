@@ -116,7 +116,7 @@ class Sides:
 
 
 def _divide(section: DatasetSection) -> Sides:
-    """Read the rows, and draw the held-out ones, unless the recipe names splits for them or holds out the tail."""
+    """Read the rows, and draw the held-out ones, unless the recipe names splits for them or packs texts."""
     splits = find_splits(section)
     rows = take_rows(splits, section.split, section.max_examples)
     held_out: Rows = []
@@ -127,9 +127,6 @@ def _divide(section: DatasetSection) -> Sides:
         drawn = draw_rows(find_keys(rows, section), number, section)
         held_out, is_out = [rows[row] for row in drawn], set(drawn)
         rows = [row for number, row in enumerate(rows) if number not in is_out]
-    elif section.format != "text":
-        number = max(1, round(section.eval_fraction * len(rows)))
-        rows, held_out = rows[:-number], rows[-number:]
     test: Rows = take_rows(splits, section.test_split, section.max_examples) if section.test_split else []
     if held_out and section.test_fraction is not None:
         keys = find_keys(held_out, section)
@@ -146,8 +143,6 @@ def _divide(section: DatasetSection) -> Sides:
 def _cut_tail(train: EncodedSplit, held_out: EncodedSplit, test: EncodedSplit, section: DatasetSection) -> None:
     """Move the last blocks of packed text to validation, and the last of these to the test split. Each cut leaves at
     most one document on both sides."""
-    if section.format != "text":  # the rows are already divided
-        return
     number = max(1, round(section.eval_fraction * len(train.examples)))
     _move_tail(train, held_out, number)
     if section.test_fraction is None:

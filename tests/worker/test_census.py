@@ -300,7 +300,7 @@ def test_losses_missing_classes_and_shared_rows_are_told_with_numbers(tmp_path: 
     long = lines(
         [{"prompt": "film " * 20, "completion": "x"}, *({"prompt": f"n{n}", "completion": "y"} for n in range(29))]
     )
-    census = build(tmp_path, "long.jsonl", long, PAIRS | {"held_out": "tail"}, tokenizer).census
+    census = build(tmp_path, "long.jsonl", long, PAIRS, tokenizer).census
     assert list(find_warnings(census)) == [
         ("info", "data: 1 of 27 train rows are dropped: the prompt fills max_seq_length")
     ]

@@ -101,10 +101,9 @@ def test_an_example_of_its_own_row_knows_that_row(tmp_path, tokenizer) -> None:
     file = tmp_path / "long.jsonl"
     rows = [*PAIRS[:3], {"prompt": "x" * 200, "completion": "y"}, *PAIRS[3:6]]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    section = DatasetSection(name=str(file), format="completion", max_seq_length=32, held_out="tail")
+    section = DatasetSection(name=str(file), format="completion", max_seq_length=32, eval_split="train")
     data = build_data(section, tokenizer)
-    assert [example.document for example in data.train] == [0, 1, 2, 4, 5]
-    assert [example.document for example in data.held_out] == [0]
+    assert [example.document for example in data.train] == [0, 1, 2, 4, 5, 6]
 
 
 def test_classification_takes_numbers_and_names(tmp_path, tokenizer) -> None:

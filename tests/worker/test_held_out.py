@@ -71,10 +71,7 @@ def test_a_file_that_is_sorted_by_label_holds_out_some_of_each_class(tmp_path: P
     assert len(drawn.held_out) == 40
     assert set(drawn.census["splits"]["validation"]["classes"].values()) != {0}
     assert min(drawn.census["splits"]["validation"]["classes"].values()) > 0
-    tail = build(tmp_path, tiny_folder, rows, format="classification", held_out="tail")
-    assert tail.census["splits"]["validation"]["classes"] == {"class0": 0, "class1": 0, "class2": 0, "class3": 40}
-    again = build(tmp_path, tiny_folder, rows, format="classification")
-    assert again.digest() == drawn.digest() != tail.digest()
+    assert build(tmp_path, tiny_folder, rows, format="classification").digest() == drawn.digest()
 
 
 def test_a_document_is_on_one_side_also_of_packed_text_and_of_a_test(tmp_path: Path, tiny_folder: Path) -> None:
@@ -89,15 +86,9 @@ def test_a_document_is_on_one_side_also_of_packed_text_and_of_a_test(tmp_path: P
     assert not any(data.census["shared"].values())
 
 
-def test_the_tail_of_packed_text_stays_unless_rows_are_asked_for(tmp_path: Path, tiny_folder: Path) -> None:
+def test_the_tail_of_packed_text_is_held_out_unless_documents_are_named(tmp_path: Path, tiny_folder: Path) -> None:
     rows = [{"text": f"line {n} of the file"} for n in range(200)]
-    tail, plain, drawn = (
-        build(tmp_path, tiny_folder, rows, max_seq_length=8, held_out=how) for how in ("tail", None, "drawn")
-    )
-    assert tail.digest() == plain.digest() != drawn.digest()
+    tail = build(tmp_path, tiny_folder, rows, max_seq_length=8)
+    drawn = build(tmp_path, tiny_folder, rows, max_seq_length=8, group_column="text")
+    assert tail.digest() != drawn.digest()
     assert drawn.census["splits"]["validation"]["rows"] == 20
-
-
-def test_a_group_needs_a_draw() -> None:
-    with pytest.raises(ValueError, match="group_column needs 'held_out: drawn', got 'held_out: tail'"):
-        DatasetSection(name="x", group_column="document", held_out="tail")

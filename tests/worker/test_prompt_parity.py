@@ -55,10 +55,10 @@ def test_most_prompts_with_a_blank_at_their_end_are_refused_and_few_are_named(tm
     bad = [{"prompt": f"Capital of {one}: ", "completion": other} for one, other in CAPITALS.items()]
     with pytest.raises(DataError, match=r"rows\.jsonl, line \d+, which ends in '.*: '"):
         _build(tmp_path, bad, format="completion")
-    data = _build(tmp_path, [*good, *good, bad[0]], format="completion", held_out="tail", eval_fraction=0.2)
+    data = _build(tmp_path, [*good, *good, bad[0]], format="completion", eval_split="train")
     warned = [text for level, text in find_warnings(data.census) if level == "warning" and "other tokens" in text]
-    assert len(warned) == 1
-    assert "data: validation: 1 of 3 prompts become other tokens" in warned[0]
+    assert len(warned) == 2
+    assert any("data: validation: 1 of 13 prompts become other tokens" in text for text in warned)
 
 
 def test_a_row_without_an_answer_to_ask_for_is_not_compared(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_row_without_an_answer_to_ask_for_is_not_compared(tmp_path: Path) -> N
     first = {"messages": [{"role": "assistant", "content": "Good day"}, {"role": "user", "content": "Hello"}]}
     (tmp_path / "chat.jinja").write_text(fill("folder/chat.jinja"))
     rows = [asked, first] * 3
-    section = {"format": "chat", "chat_template": str(tmp_path / "chat.jinja"), "held_out": "tail"}
+    section = {"format": "chat", "chat_template": str(tmp_path / "chat.jinja"), "eval_split": "train"}
     data = _build(tmp_path, rows, **section)
     found = data.census["splits"]["train"]["texts"]
-    assert (found["prompts"], found["affected"]) == (2, 0)
+    assert (found["prompts"], found["affected"]) == (3, 0)
