@@ -34,7 +34,6 @@ OWN = (
     "dataset.max_train_examples",
     "training.max_steps",
     "training.warmup_steps",
-    "training.warmup_ratio",
     "training.learning_rate",
     "training.lr_scheduler_type",
     "training.per_device_train_batch_size",
@@ -232,7 +231,7 @@ def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
 
 def _warmup(run: LoadedRun, share: float) -> list[str]:
     value = run.flat.get("training.warmup_steps") or 0
-    return [f"training.warmup_steps={max(1, round(value * share))}"] if value else []
+    return [f"training.warmup_steps={max(1, round(value * share))}"] if value >= 1 else []  # a fraction still fits
 
 
 def _name(kind: Kind, changes: Sequence[str]) -> str:

@@ -93,6 +93,8 @@ def group_content(recipe: Recipe) -> dict[str, object]:
         section = reduce(lambda part, name: part and part.get(name), sections, content)
         if section is not None and sections != ["model", "lora"]:
             section[key] = default  # keeps the ids of old groups
+    if (warmup := content["training"]["warmup_steps"]) and warmup < 1:  # a fraction was a key of its own
+        content["training"] |= {"warmup_steps": 0, "warmup_ratio": warmup}
     later_keys = {
         "dataset": LATER_DATASET_KEYS,
         "model": LATER_MODEL_KEYS,

@@ -41,7 +41,7 @@ MUST_BE = {
     "none_required": "null",
     "finite_number": "a finite number",
 }
-MOST_KEYS_LISTED = 20
+MOST_KEYS_LISTED = 18
 LONGEST_REASON = 300
 
 

@@ -40,7 +40,8 @@ ANSWERS = {
     "scheduler": "training.lr_scheduler_type",
     "lr_scheduler": "training.lr_scheduler_type",
     "min_lr": "training.lr_scheduler_type: cosine_with_min_lr, with lr_scheduler_kwargs: {min_lr: 1e-6}",
-    "warmup": "training.warmup_steps, or training.warmup_ratio",
+    "warmup": "training.warmup_steps",
+    "warmup_ratio": "training.warmup_steps (below 1: a fraction of the steps)",
     "clip_grad_norm": "training.max_grad_norm",
     "gradient_clipping": "training.max_grad_norm",
     # the batch

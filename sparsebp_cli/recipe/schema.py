@@ -459,12 +459,10 @@ class TrainingSection(Section):
         description="Arguments of the schedule, by their names in transformers. Examples: num_cycles for cosine, "
         "min_lr for cosine_with_min_lr.",
     )
-    warmup_steps: CountFromZero = Field(
-        0, description="Number of steps in which the learning rate rises from 0 to learning_rate."
-    )
-    warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
-        None,
-        description="Instead of warmup_steps: warm-up as a fraction of max_steps, rounded up to a whole step.",
+    warmup_steps: CountFromZero | Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0,
+        description="Number of steps in which the learning rate rises from 0 to learning_rate. Below 1: a fraction of "
+        "max_steps, rounded up to a whole step.",
     )
     mixed_precision: Annotated[Literal["no", "bf16"], BeforeValidator(_refuse_float16)] = Field(
         "no",
@@ -485,16 +483,11 @@ class TrainingSection(Section):
 
     @property
     def num_warmup_steps(self) -> int:
-        """The number of warm-up steps. Ratios are converted as transformers does."""
-        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * self.max_steps)
+        """The number of warm-up steps. Fractions are converted as transformers does."""
+        return math.ceil(self.warmup_steps * self.max_steps) if self.warmup_steps < 1 else int(self.warmup_steps)
 
     @model_validator(mode="after")
     def _said_once(self) -> Self:
-        if self.warmup_ratio is not None and self.warmup_steps:
-            raise ValueError(
-                f"give only one of warmup_steps and warmup_ratio, got both ({self.warmup_steps} and "
-                f"{self.warmup_ratio:g})"
-            )
         if self.weight_decay is not None and "weight_decay" in self.optim_args:
             raise ValueError("give only one of weight_decay and optim_args.weight_decay, got both")
         if self.num_train_epochs is not None and "max_steps" in self.model_fields_set:

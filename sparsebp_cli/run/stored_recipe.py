@@ -27,6 +27,7 @@ GONE: dict[str, object] = {
     "tracking.code_diff": False,
     "training.max_cost": None,
     "training.max_seconds": None,
+    "training.warmup_ratio": None,
 }
 # These had no effect on a run's weights and results, or rename_keys replaces them.
 WITHOUT_EFFECT = {
@@ -64,6 +65,7 @@ def rename_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(backward := known.get("backward"), dict) and "engine" in backward:
         backward["execution"] = backward.pop("engine")
     _replace_batches(known)
+    _replace_ratio(known.get("training"))
     _drop_options(known.get("target"))
     dataset = known.get("dataset")
     for path, default in GONE.items():
@@ -88,6 +90,12 @@ def _replace_batches(recipe: dict[str, Any]) -> None:
             recipe["measure"]["eval_examples"] = batches * training["per_device_train_batch_size"] * processes
     except (LookupError, TypeError, AttributeError):
         return  # it has no such key, or the next reader refuses it
+
+
+def _replace_ratio(training: Any) -> None:
+    """Turn ``warmup_ratio`` into a fraction in ``warmup_steps``."""
+    if isinstance(training, dict) and training.get("warmup_ratio") is not None:
+        training["warmup_steps"] = training.pop("warmup_ratio") or 0  # a ratio of 0.0 is no warm-up
 
 
 def _drop_options(target: Any) -> None:

@@ -153,7 +153,7 @@ def test_llama_factory(tmp_path: Path) -> None:
     recipe, left, text = read(tmp_path, LLAMA_FACTORY)
     assert recipe["model"]["lora"] == {"r": 8, "target_modules": ["q_proj", "v_proj"]}
     assert recipe["dataset"] == {"max_seq_length": 2048, "max_examples": 1000}
-    assert recipe["training"]["warmup_ratio"] == 0.1
+    assert recipe["training"]["warmup_steps"] == 0.1
     assert recipe["checkpoint"] == {"every": 500}
     assert left == {"trust_remote_code", "dataset", "template", "report_to"}
     assert "# Missing: dataset.name" in text

@@ -178,6 +178,15 @@ def test_a_stored_target_is_read_without_removed_options(tmp_path, kind: str, fo
         make_target(target)
 
 
+@pytest.mark.parametrize(("ratio", "group"), [(0.1, "91314ec6e2fa"), (0.0, "78ffe9d3a123"), (None, "2449b87addd0")])
+def test_a_stored_ratio_of_the_warmup_becomes_a_fraction(tmp_path, ratio: float | None, group: str) -> None:
+    content = json.loads(Plan(recipe=recipe()).model_dump_json())
+    content["recipe"]["training"] |= {"warmup_ratio": ratio, "warmup_steps": 5 if ratio is None else 0}
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    read = Plan.load(tmp_path / "plan.json")
+    assert (read.recipe.training.warmup_steps, read.group) == (5 if ratio is None else ratio, group)
+
+
 def test_batches_to_evaluate_become_examples() -> None:
     content = json.loads(Plan(recipe=recipe()).model_dump_json())["recipe"]
     content["measure"] |= {"eval_batches": 3, "eval_examples": None}

@@ -220,10 +220,8 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
             SMALL + "target: {kind: slurm, qos: low}",
             "5:23: target.qos: unknown key 'qos': in a recipe, write target.arguments: [--qos=NAME]",
         ),
-        (
-            TRAINING + "warmup_ratio: 0.1\n  warmup_steps: 3",
-            "training: give only one of warmup_steps and warmup_ratio, got both (3 and 0.1)",
-        ),
+        (TRAINING + "warmup_ratio: 0.1", "write training.warmup_steps (below 1: a fraction of the steps)"),
+        (TRAINING + "warmup_steps: 1.5", "training.warmup_steps: "),
         (
             TRAINING + "weight_decay: 0.1\n  optim_args: {weight_decay: 0.1}",
             "training: give only one of weight_decay and optim_args.weight_decay, got both",
@@ -252,6 +250,7 @@ def test_a_key_of_training_arguments_exists_or_is_answered(name: str) -> None:
     assert name in Recipe.model_fields["training"].annotation.model_fields or answer(name)  # type: ignore[union-attr]
 
 
-def test_a_warmup_ratio_is_rounded_up_as_in_transformers() -> None:
-    assert TrainingSection(max_steps=15, warmup_ratio=0.1).num_warmup_steps == 2
+def test_a_fraction_of_warmup_steps_is_rounded_up_as_in_transformers() -> None:
+    assert TrainingSection(max_steps=15, warmup_steps=0.1).num_warmup_steps == 2
     assert TrainingSection(max_steps=15, warmup_steps=3).num_warmup_steps == 3
+    assert TrainingSection(max_steps=15).num_warmup_steps == 0

@@ -215,6 +215,7 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "lr_scheduler_type": _schedule,
     "lr_scheduler._component_": _schedule,
     "num_warmup_steps": lambda value: {"training.warmup_steps": value},
+    "warmup_ratio": lambda value: {"training.warmup_steps": value or 0},
     "bf16": _either(
         {True: {"training.mixed_precision": "bf16"}, "auto": {"training.mixed_precision": "bf16"}, False: {}}
     ),

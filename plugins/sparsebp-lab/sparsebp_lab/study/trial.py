@@ -20,7 +20,6 @@ NEVER = 1e300  # FLOPs: a limit that is never reached, so the run counts its ste
 COST_FREE = (
     "learning_rate",
     "warmup_steps",
-    "warmup_ratio",
     "lr_scheduler_type",
     "max_grad_norm",
     "weight_decay",
@@ -108,7 +107,7 @@ def with_steps(recipe: Recipe, steps: int, *, fixed_warmup: bool = False) -> Rec
     if training.max_steps == steps:
         return recipe
     warmup = training.warmup_steps
-    if warmup and not fixed_warmup:
+    if warmup >= 1 and not fixed_warmup:
         warmup = max(1, round(warmup * steps / training.max_steps))
     changed = training.model_copy(update={"max_steps": steps, "warmup_steps": min(warmup, steps)})
     return recipe.model_copy(update={"training": changed})
