@@ -17,15 +17,9 @@ from sparsebp_cli.run.visible import make_visible
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-DURING = (
-    *(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1),
-    *(metric.EVAL_PEARSON, metric.EVAL_SPEARMAN),
-)
-AFTER = (
-    *(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1, metric.TEST_MCC, metric.TEST_F1),
-    *(metric.TEST_PEARSON, metric.TEST_SPEARMAN),
-)
-JUDGED = ("loss", "accuracy", "macro-F1", "MCC", "F1", "Pearson", "Spearman")
+DURING = (*(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1),)
+AFTER = (*(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1, metric.TEST_MCC, metric.TEST_F1),)
+JUDGED = ("loss", "accuracy", "macro-F1", "MCC", "F1")
 PHASES = (
     (metric.FORWARD_SECONDS, "forward"),
     (metric.BACKWARD_SECONDS, "backward"),

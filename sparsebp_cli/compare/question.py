@@ -24,8 +24,6 @@ COURSES = {
     names.TEST_MACRO_F1.name: names.EVAL_MACRO_F1.name,
     names.TEST_MCC.name: names.EVAL_MCC.name,
     names.TEST_F1.name: names.EVAL_F1.name,
-    names.TEST_PEARSON.name: names.EVAL_PEARSON.name,
-    names.TEST_SPEARMAN.name: names.EVAL_SPEARMAN.name,
 }
 
 Members = Mapping[str, Sequence[LoadedRun]]

@@ -26,8 +26,6 @@ def _of_forwards(section: DatasetSection) -> tuple[Metric, ...]:
     if section.format == "classification":
         # eval/f1 exists only for two classes; the number of classes is known only from the data
         return metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1
-    if section.format == "regression":
-        return metric.EVAL_LOSS, metric.EVAL_PEARSON, metric.EVAL_SPEARMAN
     return (metric.EVAL_LOSS,)
 
 

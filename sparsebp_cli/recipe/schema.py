@@ -222,11 +222,11 @@ class DatasetSection(Section):
     revision: str | None = Field(
         None, description="Branch, tag or commit of the dataset on the hub; null: the newest commit."
     )
-    format: Literal["text", "completion", "chat", "classification", "regression"] = Field(
+    format: Literal["text", "completion", "chat", "classification"] = Field(
         "text",
         description="Content of a row. text: a text; SparseBP packs texts into blocks. completion: a prompt and a "
         "completion; only the completion is trained. chat: messages with roles. classification: one or two texts, and "
-        "a label. regression: one or two texts, and a number.",
+        "a label.",
     )
     max_seq_length: Annotated[int, Field(ge=8)] = Field(128, description="Largest number of tokens of an example.")
     split: str = Field("train", description="Name of the split for training.")
@@ -252,13 +252,10 @@ class DatasetSection(Section):
         description="Instead of test_split: fraction of the validation rows to use as test data. The training data "
         "stay the same. null: none.",
     )
-    text_column: str = Field(
-        "text", description="Column of texts, for the formats text, classification and regression."
-    )
+    text_column: str = Field("text", description="Column of texts, for the formats text and classification.")
     text_pair_column: str | None = Field(
         None,
-        description="Column of the second texts, for classification or regression of pairs of texts. null: no second "
-        "texts.",
+        description="Column of the second texts, for classification of pairs of texts. null: no second texts.",
     )
     prompt_column: str = Field(
         "prompt", description="Column of prompts, for format completion. The model is not trained on prompts."
@@ -287,8 +284,7 @@ class DatasetSection(Section):
         "prompts.",
     )
     label_column: str = Field(
-        "label",
-        description="Column of labels. For classification: names, whole numbers or booleans. For regression: numbers.",
+        "label", description="Column of labels, for format classification: names, whole numbers or booleans."
     )
     max_examples: PositiveInt | None = Field(
         None, description="Largest number of rows to read from the start of each split. null: all."
@@ -335,10 +331,8 @@ class DatasetSection(Section):
 
     @model_validator(mode="after")
     def _columns_fit_the_format(self) -> Self:
-        if self.text_pair_column is not None and self.format not in ("classification", "regression"):
-            raise ValueError(
-                f"text_pair_column needs 'format: classification' or 'format: regression', got 'format: {self.format}'"
-            )
+        if self.text_pair_column is not None and self.format != "classification":
+            raise ValueError(f"text_pair_column needs 'format: classification', got 'format: {self.format}'")
         for key in ("columns", "train_on"):
             if self.format != "chat" and getattr(self, key) != type(self).model_fields[key].get_default(
                 call_default_factory=True

@@ -26,15 +26,11 @@ EVAL_ACCURACY = Metric("eval/accuracy", "share", "higher")
 EVAL_MACRO_F1 = Metric("eval/macro_f1", "share", "higher")  # mean of the classes' F1, unweighted
 EVAL_MCC = Metric("eval/mcc", "", "higher")  # Matthews correlation of labels and predictions, as in GLUE's CoLA
 EVAL_F1 = Metric("eval/f1", "share", "higher")  # F1 of the second of two classes, as in GLUE's MRPC and QQP
-EVAL_PEARSON = Metric("eval/pearson", "", "higher")  # correlation of labels and predictions, as in STS-B
-EVAL_SPEARMAN = Metric("eval/spearman", "", "higher")
 TEST_LOSS = Metric("test/loss", "nats/token", "lower")  # measured once, after the last step
 TEST_ACCURACY = Metric("test/accuracy", "share", "higher")
 TEST_MACRO_F1 = Metric("test/macro_f1", "share", "higher")
 TEST_MCC = Metric("test/mcc", "", "higher")
 TEST_F1 = Metric("test/f1", "share", "higher")
-TEST_PEARSON = Metric("test/pearson", "", "higher")
-TEST_SPEARMAN = Metric("test/spearman", "", "higher")
 FORWARD_SECONDS = Metric("time/forward_seconds", "s", "lower", timing=True)
 BACKWARD_SECONDS = Metric("time/backward_seconds", "s", "lower", timing=True)
 SCORING_SECONDS = Metric("time/scoring_seconds", "s", "lower", timing=True)  # part of the forward, for selection

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+REGRESSION = "regression"  # a format of 0.5
 SCHEDULE = "schedule"  # a key of 0.5, and the policy that its phases become
 # Keys of 0.5 that are gone, with their defaults. Stored recipes are read without them.
 GONE: dict[str, object] = {
@@ -45,7 +46,11 @@ GONE_OPTIONS = {
 }
 OLD_KEYS = [
     f'"{key}"'.encode()
-    for key in ("engine", SCHEDULE, *(path.rpartition(".")[2] for path in GONE), *sum(GONE_OPTIONS.values(), ()))
+    for key in (
+        *("engine", REGRESSION, SCHEDULE),
+        *(path.rpartition(".")[2] for path in GONE),
+        *(key for keys in GONE_OPTIONS.values() for key in keys),
+    )
 ]
 MARK = ", with a key of 0.5, "  # in the name of a split: the run can be shown and compared, but not trained further
 
@@ -68,6 +73,11 @@ def rename_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     _replace_ratio(known.get("training"))
     _drop_options(known.get("target"))
     dataset = known.get("dataset")
+    if isinstance(dataset, dict) and dataset.get("format") == REGRESSION:
+        dataset |= {
+            "format": "classification",
+            "split": f"{dataset.get('split', 'train')}{MARK}dataset.format: {REGRESSION}",
+        }
     for path, default in GONE.items():
         *sections, key = path.split(".")
         part: Any = known

@@ -32,7 +32,7 @@ FORMATS: dict[Architecture, tuple[str, ...]] = {
     "causal": ("text", "completion", "chat"),
     "masked": ("text",),
     "encoder-decoder": ("completion",),
-    "classifier": ("classification", "regression"),
+    "classifier": ("classification",),
 }
 WORDS: dict[Architecture, str] = {
     "causal": "a causal language model",

@@ -62,17 +62,6 @@ def read_labels(rows: Rows, column: str) -> list[str]:
     return labels
 
 
-def read_numbers(rows: Rows, column: str) -> list[float]:
-    """Return a column of finite numbers. Raise DataError with the row's place for any other value."""
-    numbers = []
-    for row, value in zip(rows, read_column(rows, column), strict=True):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            got = "none" if value is None else str(value) if _is_nan(value) else describe_kind(value)
-            raise DataError(f"{row.place}: column {column!r} must be a finite number, got {got}")
-        numbers.append(float(value))
-    return numbers
-
-
 def name_classes(labels: Iterable[str]) -> list[str]:
     """Return the distinct classes: sorted by value if all are whole numbers, else by name."""
     names = set(labels)

@@ -18,7 +18,7 @@ from sparsebp_cli.run.census import MOST_LOST
 from sparsebp_cli.source.adapter import find_adapter, read_adapter
 from sparsebp_cli.source.architecture import find_architecture
 from sparsebp_cli.source.attention import refuse_missing_package
-from sparsebp_cli.source.column import Rows, missing_split, read_column, read_labels, read_numbers, read_texts
+from sparsebp_cli.source.column import Rows, missing_split, read_column, read_labels, read_texts
 from sparsebp_cli.source.conversation import holds_messages, list_names, read_conversations, read_prompts, read_template
 from sparsebp_cli.source.model import (
     check_files,
@@ -245,9 +245,8 @@ def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -
         may_be_empty = section.format == "text"
         column: Location = ("dataset", "text_column")
         yield from _problems_of(column, read_texts, rows, section.text_column, may_be_empty=may_be_empty)
-    if section.format in ("classification", "regression"):
-        read = read_labels if section.format == "classification" else read_numbers
-        yield from _problems_of(("dataset", "label_column"), read, rows, section.label_column)
+    if section.format == "classification":
+        yield from _problems_of(("dataset", "label_column"), read_labels, rows, section.label_column)
         if section.text_pair_column is not None:
             yield from _problems_of(("dataset", "text_pair_column"), read_texts, rows, section.text_pair_column)
     if section.group_column is not None:

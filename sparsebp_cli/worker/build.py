@@ -135,7 +135,7 @@ def _build_model(
     data: Data,
     journal: JournalWriter,
 ) -> PreTrainedModel:
-    num_labels = {"classification": len(data.label_names), "regression": 1}.get(recipe.dataset.format)
+    num_labels = len(data.label_names) if recipe.dataset.format == "classification" else None
     model = build_model(
         recipe.model,
         tokenizer,
@@ -199,7 +199,7 @@ def _tell_prefix_gain(
     recipe: Recipe, policies: Sequence[Policy], examples: Sequence[EncodedExample], ranks: Ranks, journal: JournalWriter
 ) -> None:
     shares = any(find_facts(policy).get("shares_prefixes") for policy in policies)
-    if shares and recipe.training.group_by is None and recipe.dataset.format not in ("classification", "regression"):
+    if shares and recipe.training.group_by is None and recipe.dataset.format != "classification":
         batch_size = recipe.training.per_device_train_batch_size * ranks.count
         line = describe_prefix_gain(examples, batch_size, recipe.training.seed)
         if line is not None:
@@ -256,7 +256,7 @@ def rebuild(
 ) -> PreTrainedModel:
     """Return a sharded model as a whole model on the host. ``weights`` is its complete state_dict."""
     config: Any = model.config
-    num_labels = config.num_labels if recipe.dataset.format in {"classification", "regression"} else None
+    num_labels = config.num_labels if recipe.dataset.format == "classification" else None
     architecture = read_architecture(recipe.model, recipe.dataset.format)
     whole = build_model(recipe.model, tokenizer, num_labels, architecture=architecture)
     whole.load_state_dict(weights)

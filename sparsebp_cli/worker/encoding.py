@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.errors import DataError, first_line
 from sparsebp_cli.recipe.schema import DatasetSection
-from sparsebp_cli.source.column import Rows, read_column, read_labels, read_numbers, read_texts
+from sparsebp_cli.source.column import Rows, read_column, read_labels, read_texts
 from sparsebp_cli.worker.token_mask import TextTokens, mask_tokens
 
 IGNORED = -100  # the label that transformers' losses ignore
@@ -183,25 +183,6 @@ def encode_classification(
             known = ", ".join(label_names[:10])
             raise DataError(f"{row.place}: label {label!r} is not among the labels of the training split: {known}")
         labels.append(np.array(classes[label], dtype=np.int64))
-    return _encode_labelled(rows, section, tokenizer, labels)
-
-
-def encode_regression(
-    rows: Rows,
-    section: DatasetSection,
-    tokenizer: PreTrainedTokenizerBase,
-    _: Collection[str],
-    __: Sequence[str],
-) -> EncodedSplit:
-    """Tokenise texts with numbers as labels (float32). transformers' models with one output then compute the mean
-    squared error."""
-    labels = [np.array(number, dtype=np.float32) for number in read_numbers(rows, section.label_column)]
-    return _encode_labelled(rows, section, tokenizer, labels)
-
-
-def _encode_labelled(
-    rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, labels: Sequence[np.ndarray]
-) -> EncodedSplit:
     found, texts = EncodedSplit(), read_texts(rows, section.text_column)
     pairs = read_texts(rows, section.text_pair_column) if section.text_pair_column is not None else None
     tokens = _tokenize(tokenizer, texts, pairs)

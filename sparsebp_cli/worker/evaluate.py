@@ -30,19 +30,15 @@ class HeldOutSplit:
     macro_f1: Metric
     mcc: Metric
     f1: Metric
-    pearson: Metric
-    spearman: Metric
 
 
 VALIDATION = HeldOutSplit(
     "validation",
     *(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1),
-    *(metric.EVAL_PEARSON, metric.EVAL_SPEARMAN),
 )
 TEST = HeldOutSplit(
     "test",
     *(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1, metric.TEST_MCC, metric.TEST_F1),
-    *(metric.TEST_PEARSON, metric.TEST_SPEARMAN),
 )
 
 
@@ -55,15 +51,11 @@ class ExampleLosses:
 
     def add(self, logits: Tensor, labels: Tensor, *, in_place: bool = False) -> None:
         """Add the losses of a batch, up to 10,000 examples in all. Logits are (B, T, V) with labels (B, T), -100 where
-        ignored; or (B, classes) with labels (B,); or (B, 1) with numbers (B,), whose losses are squared errors. Logits
-        predict the next position's label, or with ``in_place`` their own position's."""
+        ignored; or (B, classes) with labels (B,). Logits predict the next position's label, or with ``in_place`` their
+        own position's."""
         for logits_of_one, labels_of_one in zip(logits, labels, strict=True):
             if len(self.loss) == MOST_EXAMPLES:
                 return
-            if labels.is_floating_point():
-                self.loss.append(float(f"{float((logits_of_one.float() - labels_of_one).square().sum()):.6g}"))
-                self.targets.append(1)
-                continue
             scores, wanted = logits_of_one[None], labels_of_one[None]
             if labels.ndim > 1 and in_place:
                 scores, wanted = logits_of_one, labels_of_one
@@ -103,19 +95,17 @@ def evaluate(
     ranks: Ranks | None = None,
     split: HeldOutSplit = VALIDATION,
 ) -> dict[str, float]:
-    """Return a split's loss in nats per target (for a regression its mean squared error), and the metrics of classes or
-    numbers. ``examples`` collects the loss of every example on the first rank; None saves that work. The model is left
-    in training mode."""
+    """Return a split's loss in nats per target, and the metrics of classes. ``examples`` collects the loss of every
+    example on the first rank; None saves that work. The model is left in training mode."""
     model.eval()
     ranks, in_place = ranks or Ranks(), predicts_in_place(model)
     loss, count, classes_3C = 0.0, 0.0, torch.zeros(3, 0)
     found: list[ExampleLosses] = []  # by batch
-    numbers: list[tuple[float, float]] = []  # prediction and label of a regression
     for batch in batches:
         own, counts = _share(batch, ranks)
         on_device = {name: tensor.to(device) for name, tensor in own.items()}
         outputs = model(**on_device)
-        is_class = batch["labels"].ndim == 1 and not batch["labels"].is_floating_point()
+        is_class = batch["labels"].ndim == 1
         if is_class and not classes_3C.numel():
             classes_3C = torch.zeros(3, outputs.logits.shape[-1], dtype=torch.float64)
         if not counts:
@@ -128,8 +118,6 @@ def evaluate(
         if examples is not None and getattr(outputs, "logits", None) is not None:
             found[-1].add(outputs.logits, on_device["labels"], in_place=in_place)
         count += targets
-        if batch["labels"].is_floating_point():
-            numbers += zip(outputs.logits.flatten().tolist(), own["labels"].tolist(), strict=True)
         if is_class:
             classes_3C += count_classes(outputs.logits.argmax(-1).cpu(), own["labels"], classes_3C.shape[1])
     model.train()
@@ -139,11 +127,6 @@ def evaluate(
             examples.extend(part)
     loss, count, *found_classes = ranks.all_sum([loss, count, *classes_3C.flatten().tolist()])
     values = {split.loss.name: loss / max(count, 1)}
-    # A rank without examples must take part in the collective operations too.
-    if ranks.all_max([len(numbers)])[0]:
-        pairs = [pair for part in ranks.gather(numbers) for pair in part]
-        pearson, spearman = ranks.broadcast(correlate(pairs) if ranks.is_first else (0.0, 0.0))
-        values |= {split.pearson.name: pearson, split.spearman.name: spearman}
     if found_classes:
         classes_3C = torch.tensor(found_classes, dtype=torch.float64).view_as(classes_3C)
         values |= _judge_classes(classes_3C, split, count)
@@ -154,16 +137,6 @@ def _judge_classes(classes_3C: Tensor, split: HeldOutSplit, count: float) -> dic
     values = {split.accuracy.name: float(classes_3C[0].sum()) / max(count, 1)}
     values |= {split.macro_f1.name: macro_f1(classes_3C), split.mcc.name: matthews(classes_3C)}
     return values | ({split.f1.name: float(find_f1(classes_3C)[1])} if classes_3C.shape[1] == 2 else {})
-
-
-def correlate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return Pearson's and Spearman's correlation of pairs of numbers; 0 if either side has only one value."""
-    from scipy import stats
-
-    first, second = ([pair[side] for pair in pairs] for side in (0, 1))
-    if len(set(first)) < 2 or len(set(second)) < 2:
-        return 0.0, 0.0
-    return float(stats.pearsonr(first, second).statistic), float(stats.spearmanr(first, second).statistic)
 
 
 def count_classes(predicted_B: Tensor, labels_B: Tensor, num_classes: int) -> Tensor:

@@ -15,7 +15,6 @@ from sparsebp_cli.worker.encoding import (
     EncodedSplit,
     encode_classification,
     encode_completion,
-    encode_regression,
     encode_text,
 )
 from sparsebp_cli.worker.gap import encode_gaps
@@ -30,7 +29,6 @@ ENCODERS: dict[str, Encoder] = {
     "completion": encode_completion,
     "chat": encode_chat,
     "classification": encode_classification,
-    "regression": encode_regression,
 }
 
 

@@ -187,6 +187,16 @@ def test_a_stored_ratio_of_the_warmup_becomes_a_fraction(tmp_path, ratio: float 
     assert (read.recipe.training.warmup_steps, read.group) == (5 if ratio is None else ratio, group)
 
 
+def test_a_stored_regression_is_read_and_does_not_go_on(tmp_path) -> None:
+    content = json.loads(Plan(recipe=recipe()).model_dump_json())
+    content["recipe"]["dataset"]["format"] = "regression"
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    dataset = Plan.load(tmp_path / "plan.json").recipe.dataset
+    assert dataset.split == "train, with a key of 0.5, dataset.format: regression"
+    with pytest.raises(DataError, match="a run with such a key can be compared, but not trained"):
+        find_splits(dataset)
+
+
 def test_batches_to_evaluate_become_examples() -> None:
     content = json.loads(Plan(recipe=recipe()).model_dump_json())["recipe"]
     content["measure"] |= {"eval_batches": 3, "eval_examples": None}

@@ -66,8 +66,8 @@ def release(run: RunFolder, place: Path, word: str | None = None, *, title: str 
     plan, history = Plan.load(run.plan_file), History.load(run.path)
     weights = find_weights(run, plan, history, word)
     names: Any = history.facts.get("label_names", [])
-    classes = {"classification": len(names), "regression": 1}
-    request = {"plan": str(run.plan_file), "labels": classes.get(plan.recipe.dataset.format), "step": weights.step}
+    classes = len(names) if plan.recipe.dataset.format == "classification" else None
+    request = {"plan": str(run.plan_file), "labels": classes, "step": weights.step}
 
     def write(part: Path) -> None:
         rebuild(json.dumps(request | {"folder": str(part)}), lambda *_: None)

@@ -137,7 +137,6 @@ EXAMPLE_SELECTOR = Kind(
     weighs_examples=True,
     facts=_find_facts,
     limits=(
-        rule.not_with("format", ("regression",), "it reads cross-entropy losses only"),
         rule.not_with(
             "segments", rule.GIVEN, "it weights the losses of examples outside of the model", facts=_WEIGHING
         ),

@@ -40,7 +40,7 @@ class Request(BaseModel):
             policy=policy,
             forms=forms,
             model=recipe.model,
-            classification=recipe.dataset.format in ("classification", "regression"),
+            classification=recipe.dataset.format == "classification",
             batch=recipe.training.per_device_train_batch_size,
             length=recipe.dataset.max_seq_length,
             exclude=tuple(recipe.backward.exclude),

@@ -80,7 +80,7 @@ def gather_material(recipe: Recipe, policies: Sequence[Policy]) -> Material:
         vocabulary = config.get_text_config().vocab_size
         data = _make_data(recipe, architecture, vocabulary)
         note = "assumed to be full and all trained, because the data or the tokenizer is not on this machine"
-    labels = {"classification": len(data.label_names), "regression": 1}.get(recipe.dataset.format)
+    labels = len(data.label_names) if recipe.dataset.format == "classification" else None
     if labels is not None:
         config, architecture = read_model_config(recipe.model, size, labels), "classifier"
     return Material(config, architecture, data, pad, "assumed" not in note, note)
@@ -134,8 +134,6 @@ def _make_data(recipe: Recipe, architecture: Architecture, vocabulary: int) -> D
         labels = ids
         if section.format == "classification":
             labels = np.array(row % 2, dtype=np.int64)
-        elif section.format == "regression":
-            labels = np.array(0.5, dtype=np.float32)
         elif architecture == "masked":
             labels = np.where(np.arange(len(ids)) % PREDICTED, IGNORED, ids)
         made.append(EncodedExample(ids, labels, document=row, is_pair=architecture == "encoder-decoder"))

@@ -139,6 +139,6 @@ def _rebuild(planned: ReleasedModel, part: Path) -> None:
 
     recipe = planned.plan.recipe
     names: Any = planned.history.facts.get("label_names") or []
-    labels = {"classification": len(names), "regression": 1}.get(recipe.dataset.format)
+    labels = len(names) if recipe.dataset.format == "classification" else None
     request = {"plan": str(planned.run.plan_file), "labels": labels, "step": planned.weights.step, "folder": str(part)}
     measure_apart("sparsebp_tools.checkpoint_model", json.dumps(request))
