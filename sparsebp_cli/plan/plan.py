@@ -7,7 +7,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -90,7 +89,9 @@ def group_content(recipe: Recipe) -> dict[str, object]:
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
     for path, default in GONE.items():
         *sections, key = path.split(".")
-        section = reduce(lambda part, name: part and part.get(name), sections, content)
+        section: Any = content
+        for name in sections:
+            section = section and section.get(name)
         if section is not None and sections != ["model", "lora"]:
             section[key] = default  # keeps the ids of old groups
     if (warmup := content["training"]["warmup_steps"]) and warmup < 1:  # a fraction was a key of its own
