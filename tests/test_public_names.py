@@ -38,7 +38,7 @@ sbp.attach(model, [], sites="lineras")
 sbp.attach(model, [], eager_clip="exakt", update="eager")
 sbp.attach(model, [], execution="fast", checkpointing="ful", reference="batch")
 sbp.make_polisy
-sbp.segmented_backward(3)
+sbp.make_policy(3)
 testing.check_polisy
 testing.check_policy(3)
 try:

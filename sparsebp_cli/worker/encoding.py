@@ -187,7 +187,7 @@ def encode_classification(
     pairs = read_texts(rows, section.text_pair_column) if section.text_pair_column is not None else None
     tokens = _tokenize(tokenizer, texts, pairs)
     types = tokens.get("token_type_ids") or itertools.repeat([])
-    for number, (ids, types_of_one, label) in enumerate(zip(tokens["input_ids"], types, labels, strict=False)):
+    for number, (ids, types_of_one, class_) in enumerate(zip(tokens["input_ids"], types, labels, strict=False)):
         if len(ids) > section.max_seq_length:
             found.cut[TEXT_CUT] += 1
             pair = None if pairs is None else pairs[number]
@@ -203,7 +203,7 @@ def encode_classification(
         found.examples.append(
             EncodedExample(
                 np.array(ids, dtype=np.int64),
-                label,
+                class_,
                 document=number,
                 token_type_ids=type_ids,
                 pads_left=ids[-1] == tokenizer.cls_token_id,  # XLNet

@@ -97,7 +97,7 @@ class Mixer(ForwardOverride):
         for run in layout.mixing.runs:
             rows = hidden[0].index_select(0, run.row_SL.flatten()).view(*run.row_SL.shape, -1)
             rows = rows if run.attends else torch.zeros_like(rows)
-            cache = SegmentStates(*(_take_states(states, run.before, kind) for kind in (0, 1)))
+            cache = SegmentStates(_take_states(states, run.before, 0), _take_states(states, run.before, 1))
             states.append(cache)
             given |= {"cache": cache if run.before or run.is_read else None, "attention_mask": None}
             outputs.append(self.run_covered(self._module, hidden_states=rows, **given).flatten(0, 1))
