@@ -23,7 +23,8 @@ quickstart: .venv/runtime  ## install, train dense and with the same gradient fo
 	$(BIN)/sparsebp quickstart --ids $(QUICKSTART)
 	@echo "docs/guide/quickstart.md explains each number; docs/guide/lossless.md does this in your own Trainer or loop."
 
-picture: .venv/runtime  ## record the runs of make quickstart as the README's numbers
+picture: .venv/develop  ## record the runs of make quickstart as the README's picture and numbers
+	$(BIN)/sparsebp compare $$(cat $(QUICKSTART)) -o json | $(BIN)/python benchmarks/quickstart_picture.py docs/picture/quickstart.svg
 	$(BIN)/sparsebp compare $$(cat $(QUICKSTART)) -o md > docs/picture/quickstart.part
 	mv docs/picture/quickstart.part docs/picture/quickstart.md
 	$(BIN)/python docs/generate.py
