@@ -1,6 +1,6 @@
 """Draw the README's picture from the comparison of the quickstart's runs.
 
-    sparsebp compare quickstart-dense quickstart -o json | python benchmarks/quickstart_picture.py docs/picture/quickstart.svg
+    sparsebp compare quickstart-dense quickstart -o json | python benchmarks/quickstart_picture.py quickstart.svg
 
 It shows the validation loss at equal steps and at equal cost, and the cost of a step.
 """

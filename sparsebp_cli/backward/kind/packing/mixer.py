@@ -28,46 +28,52 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 
 
+_Key = tuple[int, int]  # numbers of the layer and of the state in it
+
+
 @dataclass
 class SegmentStates:
-    """A cache of transformers that contains the states of one layer for the segments of one run.
+    """A cache of transformers that contains the states of one layer for the segments of one run. Its methods have the
+    parameters of ``transformers.Cache``.
 
     Args:
-        conv: The last columns (S, C, K) before the segments by the number of the convolution; empty: none.
-        recurrent: The states before the segments by the number of the recurrence; empty: none.
+        conv: The last columns (S, C, K) of each convolution before the segments; empty: none.
+        recurrent: The state of each recurrence before the segments; empty: none.
         kept: The same at the end of the segments, as the layer computes them.
     """
 
-    conv: Mapping[int, Tensor]
-    recurrent: Mapping[int, Tensor]
-    kept: tuple[dict[int, Tensor], dict[int, Tensor]] = field(default_factory=lambda: ({}, {}))
+    conv: Mapping[_Key, Tensor]
+    recurrent: Mapping[_Key, Tensor]
+    kept: tuple[dict[_Key, Tensor], dict[_Key, Tensor]] = field(default_factory=lambda: ({}, {}))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UnsupportedError(f"a layer of this model reads {name} of its cache: its rows cannot be packed")
 
-    def get_conv_state(self, _: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the columns before the segments; None: they begin a text."""
-        return self.conv.get(state_idx)
+        return self.conv.get((layer_idx, state_idx))
 
-    def get_recurrent_state(self, _: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the state before the segments; None: they begin a text."""
-        return self.recurrent.get(state_idx)
+        return self.recurrent.get((layer_idx, state_idx))
 
     def is_recording_past(self, _: int) -> bool:
         """Return True: layers then do not update states in place."""
         return True
 
-    def update_conv_state(self, new_SCL: Tensor, _: int, state_idx: int = 0, *, conv_kernel_size: int) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
         """Return the columns before the segments and their own, and keep the last ones."""
-        before = self.conv.get(state_idx)
-        whole = new_SCL if before is None else torch.cat((before, new_SCL), -1)
-        self.kept[0][state_idx] = whole[..., -conv_kernel_size:]
+        before = self.conv.get((layer_idx, state_idx))
+        whole = conv_states if before is None else torch.cat((before, conv_states), -1)
+        self.kept[0][layer_idx, state_idx] = whole[..., -conv_kernel_size:]
         return whole
 
-    def update_recurrent_state(self, new: Tensor, _: int, state_idx: int = 0) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
         """Keep the state at the end of the segments."""
-        self.kept[1][state_idx] = new
-        return new
+        self.kept[1][layer_idx, state_idx] = recurrent_states
+        return recurrent_states
 
 
 @final
@@ -104,7 +110,7 @@ class Mixer(ForwardOverride):
         return torch.cat(outputs).index_select(0, layout.mixing.place_N)[None]
 
 
-def _take_states(states: Sequence[SegmentStates], before: Sequence[tuple[int, int]], kind: int) -> dict[int, Tensor]:
+def _take_states(states: Sequence[SegmentStates], before: Sequence[tuple[int, int]], kind: int) -> dict[_Key, Tensor]:
     """Return the states (S, ...) at the end of the parents of the segments of a run."""
     names = states[before[0][0]].kept[kind] if before else ()
     return {name: torch.stack([states[run].kept[kind][name][number] for run, number in before]) for name in names}

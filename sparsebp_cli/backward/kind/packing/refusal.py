@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Types of layers. Others, such as recurrences without a cache of states, mix neighbouring rows in ways of their own.
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-MIXING_LAYERS = {"conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding"}
+MIXING_LAYERS = {"conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding", "mlp", "moe"}
 
 OUTPUTS = {ATTENTIONS, STATES}  # optional outputs of a forward: if they need every position, the batch runs plainly
 
