@@ -6,6 +6,7 @@ from pathlib import Path
 
 from generator.markdown import code, head, table
 from sparsebp_cli.recipe import Recipe, load_recipe
+from sparsebp_cli.recipe.description import describe_policy
 from sparsebp_lab.study.loader import load_study
 
 TEXT = """This page lists the recipes in `recipes/`, which are in the package too: `sparsebp run NAME` runs one, with or
@@ -52,10 +53,7 @@ def _study_row(file: Path) -> tuple[str, ...]:
 def _row(file: Path, recipe: Recipe) -> tuple[str, ...]:
     model = code(recipe.model.name) if recipe.model.name else f"random {(recipe.model.config or {})['model_type']}"
     model += " with LoRA" if recipe.model.lora else ""
-    policies = [
-        " ".join([entry.name, *(f"{key}={value}" for key, value in entry.options.items() if value is not None)])
-        for entry in recipe.policy
-    ]
+    policies = [describe_policy({"name": entry.name, **entry.options}) for entry in recipe.policy]
     data = f"{code(recipe.dataset.name)}, {recipe.dataset.format}"
     return code(file.name), _comment(file), model, data, ", ".join(map(code, policies)), str(recipe.training.max_steps)
 
