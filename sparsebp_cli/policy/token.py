@@ -146,7 +146,7 @@ TOKEN_SELECTOR = Kind(
         Rule(
             "{policy} chooses among token labels, so it needs {format:text} or completion, got {format:=}",
             why="A classification has one label per example.",
-            options={"format": ("classification", "regression")},
+            options={"format": ("classification",)},
         ),
         at_linears("Node gradients are stored by an index among all positions."),
         not_with("segments", GIVEN, "it runs layers only for some positions"),
