@@ -7,11 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     FalconH1Config,
     FalconH1ForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Qwen3NextConfig,
@@ -24,7 +29,7 @@ from sparsebp_cli.errors import UnsupportedError
 
 from .case import ALL, IGNORED, SOME, error, errors, gradients, make_batch
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*falling back.*")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
 
@@ -52,7 +57,19 @@ def make_falcon() -> nn.Module:
     return FalconH1ForCausalLM(FalconH1Config(**SIZES, **HEADS, **sizes))
 
 
-FAMILIES = {"lfm2": make_lfm2, "qwen3_next": make_qwen, "falcon_h1": make_falcon}
+def make_kimi() -> nn.Module:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    linear = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 8, "linear_num_heads": 4}
+    latent = dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+    return KimiLinearForCausalLM(KimiLinearConfig(**SIZES, **heads, **linear, **latent, **experts, q_lora_rank=None))
+
+
+FAMILIES = {"lfm2": make_lfm2, "qwen3_next": make_qwen, "falcon_h1": make_falcon, "kimi_linear": make_kimi}
+
+
+# Gated delta rules round to float32 in places: plain steps are this far from those in float64.
+ROUNDED = {"qwen3_next": 3e-5, "kimi_linear": 3e-5}
 
 
 def make(family: str) -> nn.Module:
@@ -65,17 +82,18 @@ def make(family: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("family", "arrangements"), [("lfm2", ALL), ("qwen3_next", SOME), ("falcon_h1", SOME)])
-def test_the_gradient_is_the_plain_one_in_every_arrangement(family: str, arrangements: Any) -> None:
-    assert errors(make(family), arrangements) == {}
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_is_the_plain_one_in_every_arrangement(family: str) -> None:
+    wrong = errors(make(family), ALL if family == "lfm2" else SOME)
+    assert {name: value for name, value in wrong.items() if value > ROUNDED.get(family, 0.0)} == {}
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_layers_get_the_layout_again(family: str) -> None:
     model = make(family)
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    assert errors(model, SOME[:6]) == {}
+    wrong = errors(model, SOME[:6])
+    assert {name: value for name, value in wrong.items() if value > ROUNDED.get(family, 0.0)} == {}
 
 
 def test_states_matter_in_these_cases() -> None:
@@ -106,15 +124,44 @@ def test_continuations_of_one_token_and_of_several_levels_are_exact() -> None:
     ids = torch.randint(3, 60, (5, 40), generator=torch.Generator().manual_seed(1))
     ids[1:, :20] = ids[0, :20]
     ids[2:, :37] = ids[1, :37]
-    ids[3:, :39] = ids[2, :39]  # two examples that differ in their last token
+    ids[3:, :38] = ids[2, :38]  # one token that two continuations share
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
     for family in FAMILIES:
         model = make(family)
         loss, plain = gradients(model, None, batch)
+        logits = model(input_ids=ids).logits.detach()
         with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
             packed_loss, packed = gradients(model, engine, batch)
-        assert error(plain, packed) < 2e-6
+            with torch.no_grad(), engine.scoring(ids):
+                scored = model(input_ids=ids).logits
+        assert error(plain, packed) < ROUNDED.get(family, 2e-6), family
         assert torch.allclose(loss, packed_loss)
+        assert torch.allclose(scored[:, 1:-1], logits[:, 1:-1], atol=1e-4), family
+
+
+def test_a_kernel_that_is_wider_than_a_shared_prefix_is_exact() -> None:
+    torch.manual_seed(0)
+    model = make_lfm2(conv_L_cache=24).train()
+    ids = torch.randint(3, 60, (6, 40), generator=torch.Generator().manual_seed(1))
+    ids[1:3, :16], ids[4:, :18] = ids[0, :16], ids[3, :18]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    _, plain = gradients(model, None, batch)
+    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
+        assert error(plain, gradients(model, engine, batch)[1]) < 2e-6
+
+
+def test_dropout_of_adapters_inside_such_a_layer_is_refused_at_once() -> None:
+    model = get_peft_model(make("lfm2"), LoraConfig(r=2, lora_dropout=0.1, target_modules=["in_proj", "q_proj"]))
+    with pytest.raises(UnsupportedError, match=r"dropout inside a layer that mixes .* lora_dropout"):
+        sbp.attach(model, "lossless")
+    plain = get_peft_model(make("lfm2"), LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"]))
+    sbp.attach(plain, "lossless").detach()
+
+
+def test_a_recurrence_without_an_initial_state_is_refused_at_once() -> None:
+    model = JambaForCausalLM(JambaConfig(**SIZES, **HEADS, num_experts=1))
+    with pytest.raises(UnsupportedError, match="JambaForCausalLM does not compute attention through"):
+        sbp.attach(model, "lossless")
 
 
 def test_each_batch_can_be_compared_with_the_plain_step() -> None:
@@ -187,7 +234,7 @@ def test_a_layer_that_drops_the_layout_is_an_error() -> None:
 
 
 def test_runs_keep_the_exact_length_of_segments_that_others_continue() -> None:
-    sizes, parents = (20, 17, 9, 8, 3, 20), (None, 0, 1, 1, 0, None)
+    sizes, parents = (20, 17, 9, 8, 3, 20), (None, 0, 1, 1, 0, None)  # single rows: the test above
     starts = np.cumsum((0, *sizes))
     spans = [
         Span(np.arange(start, start + size), parent, attends=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from sparsebp_cli.backward.kind.packing.attention import LAYOUT, layout_now
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
@@ -46,6 +47,16 @@ class SegmentStates:
     recurrent: Mapping[_Key, Tensor]
     kept: tuple[dict[_Key, Tensor], dict[_Key, Tensor]] = field(default_factory=lambda: ({}, {}))
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the layer kept the state of each convolution, and of each recurrence that it was given."""
+        convolutions, recurrences = self.kept
+        return (
+            bool(convolutions)
+            and self.conv.keys() <= convolutions.keys()
+            and self.recurrent.keys() <= recurrences.keys()
+        )
+
     def __getattr__(self, name: str) -> NoReturn:
         raise UnsupportedError(f"a layer of this model reads {name} of its cache: its rows cannot be packed")
 
@@ -67,7 +78,8 @@ class SegmentStates:
         """Return the columns before the segments and their own, and keep the last ones."""
         before = self.conv.get((layer_idx, state_idx))
         whole = conv_states if before is None else torch.cat((before, conv_states), -1)
-        self.kept[0][layer_idx, state_idx] = whole[..., -conv_kernel_size:]
+        last = whole[..., -conv_kernel_size:]
+        self.kept[0][layer_idx, state_idx] = pad(last, (conv_kernel_size - last.shape[-1], 0))
         return whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
@@ -107,6 +119,8 @@ class Mixer(ForwardOverride):
             states.append(cache)
             given |= {"cache": cache if run.before or run.is_read else None, "attention_mask": None}
             outputs.append(self.run_covered(self._module, hidden_states=rows, **given).flatten(0, 1))
+            if run.is_read and not cache.is_complete:
+                raise UnsupportedError(f"{type(self._module).__name__} keeps no state of a text: it cannot be packed")
         return torch.cat(outputs).index_select(0, layout.mixing.place_N)[None]
 
 
@@ -122,11 +136,14 @@ def find_mixers(stack: nn.Module) -> list[nn.Module]:
 
 
 def _continues(kind: type[nn.Module]) -> bool:
-    """Return whether the forward of a class gives the new columns of its convolution to a cache and continues them."""
+    """Return whether the forward of a class continues a text from the states in a cache, by the names in its code.
+    Recurrences without an initial state, such as the scan of Mamba 1, can only go on token by token."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     names, constants = getattr(code, "co_names", ()), getattr(code, "co_consts", ())
-    takes_size = any("conv_kernel_size" in names for names in constants if isinstance(names, tuple))
-    return "update_conv_state" in names and takes_size and "cache" in inspect.signature(kind.forward).parameters
+    keywords = {word for words in constants if isinstance(words, tuple) for word in words}
+    begins = "get_recurrent_state" not in names or bool(keywords & {"initial_state", "initial_states"})
+    takes = "cache" in inspect.signature(kind.forward).parameters
+    return takes and begins and "update_conv_state" in names and "conv_kernel_size" in keywords
 
 
 def install_mixers(patches: ForwardPatches, modules: Sequence[nn.Module]) -> None:

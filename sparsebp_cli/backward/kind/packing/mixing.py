@@ -56,13 +56,15 @@ class MixingPlan:
 def plan_mixing(spans: Sequence[Span], device: torch.device) -> MixingPlan:
     """Arrange the segments of a layout into runs. A segment with continuations runs with others of its exact length,
     since padding would change its state."""
+    own, num_rows = [len(span.row_L) for span in spans], sum(len(span.row_L) for span in spans)
+    spans = _without_single_rows(spans)
     parents = {span.parent for span in spans}
     waiting, place = set(range(len(spans))), dict[int, tuple[int, int]]()
     members: list[list[int]] = []
     while waiting:
-        ready = sorted(n for n in waiting if spans[n].parent is None or spans[n].parent in place)
+        ready = [n for n in waiting if spans[n].parent is None or spans[n].parent in place]
         waiting -= set(ready)
-        ready.sort(key=lambda n: (*_kind_of(spans, parents, n), -len(spans[n].row_L)))
+        ready.sort(key=lambda n: (*_kind_of(spans, parents, n), -len(spans[n].row_L), n))
         runs: list[list[int]] = []
         for number in ready:
             if not runs or not _fits(spans, parents, runs[-1][0], number):
@@ -72,7 +74,7 @@ def plan_mixing(spans: Sequence[Span], device: torch.device) -> MixingPlan:
             place |= {number: (len(members), index) for index, number in enumerate(run)}
             members.append(run)
     made, start = [], 0
-    place_N = np.zeros(sum(len(span.row_L) for span in spans), np.int64)
+    place_N = np.zeros(num_rows, np.int64)
     for run in members:
         rows = [spans[number].row_L for number in run]
         before = tuple(place[parent] for number in run if (parent := spans[number].parent) is not None)
@@ -80,12 +82,31 @@ def plan_mixing(spans: Sequence[Span], device: torch.device) -> MixingPlan:
         length = len(rows[0])
         if before and not is_read:  # a single row after a state would run as a step of a generation
             length = max(2, length)
-        for row in rows:
-            place_N[row] = start + np.arange(len(row))
+        for number, row in zip(run, rows, strict=True):
+            begin = len(row) - own[number]
+            place_N[row[begin:]] = start + np.arange(begin, len(row))
             start += length
         row_SL = to_tensor(np.stack([lengthen(row, length) for row in rows]), device)
         made.append(MixingRun(row_SL, before, is_read, spans[run[0]].attends))
     return MixingPlan(tuple(made), to_tensor(place_N, device))
+
+
+def _without_single_rows(spans: Sequence[Span]) -> list[Span]:
+    """Return the segments without single rows between two others. Layers would run such a row as a step of a
+    generation, which has no gradient. So each continuation computes this row again, from the state before it."""
+    found = dict[int, Span]()
+    waiting = list(range(len(spans)))
+    while waiting:
+        number = waiting.pop(0)
+        span = spans[number]
+        if span.parent is not None and span.parent not in found:
+            waiting.append(number)
+            continue
+        parent = None if span.parent is None else found[span.parent]
+        if parent is not None and parent.parent is not None and len(parent.row_L) == 1:
+            span = Span(np.concatenate((parent.row_L, span.row_L)), parent.parent, span.attends)
+        found[number] = span
+    return [found[number] for number in range(len(spans))]
 
 
 def _fits(spans: Sequence[Span], parents: set[int | None], first: int, number: int) -> bool:

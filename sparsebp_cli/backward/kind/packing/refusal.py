@@ -54,6 +54,7 @@ def refuse_inexact(model: PreTrainedModel) -> None:
         if getattr(config, option, None) and not (option == OPTION and _knows_balance(model)):
             raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch; set it to 0 or False")
     known_dropout = set() if is_pair else set(find_adapter_dropout(model.base_model))
+    _refuse_mixed_dropout(model, known_dropout)
     for where, module in model.named_modules():
         if is_batch_norm(module):
             raise UnsupportedError(f"{where!r} computes statistics of the whole batch")
@@ -64,6 +65,17 @@ def refuse_inexact(model: PreTrainedModel) -> None:
                 raise UnsupportedError(
                     f"{where!r} has dropout {rate:g}, whose masks depend on how the batch is arranged: set it to 0"
                 )
+
+
+def _refuse_mixed_dropout(model: PreTrainedModel, dropout: Collection[nn.Module]) -> None:
+    """Raise :class:`UnsupportedError` for dropout of adapters in a layer that mixes neighbouring positions."""
+    mixed = {inner for mixer in find_mixers(find_text(model)) for inner in mixer.modules()}
+    for where, module in model.named_modules():
+        if module in mixed and module in dropout:
+            raise UnsupportedError(
+                f"{where!r} has dropout inside a layer that mixes neighbouring positions: set lora_dropout to 0, or "
+                "leave this layer out of target_modules"
+            )
 
 
 def _refuse_attention(model: PreTrainedModel, name: str) -> None:
