@@ -140,12 +140,12 @@ WRONG: dict[str, tuple[type[Selection] | None, Answer, str]] = {
         "index_K of Rows must be an int64 tensor of one dimension",
     ),
     "another device": (Rows, lambda grad: Rows(half(grad).to("meta")), "index_K of Rows must be on cpu, got meta"),
-    "beyond": (Rows, lambda grad: Rows(half(grad) + len(grad)), r"index_K of Rows must be in \[0, "),
+    "beyond": (Rows, lambda grad: Rows(half(grad) + len(grad)), r"index_K of Rows must contain only numbers in \[0, "),
     "negative": (Rows, lambda grad: Rows(half(grad) - 1), "got -1"),
     "twice": (Rows, lambda grad: Rows(half(grad) * 0), "each number at most once"),
     "weights": (Rows, lambda grad: Rows(half(grad), torch.ones(3)), "weight_K of Rows must have the shape"),
-    "columns": (Columns, lambda grad: Columns(torch.tensor([grad.shape[1]])), "index_K of Columns must be in"),
-    "elements": (Elements, lambda grad: Elements(torch.tensor([grad.numel()])), "index_K of Elements must be in"),
+    "columns": (Columns, lambda grad: Columns(torch.tensor([grad.shape[1]])), "index_K of Columns must contain only numbers in"),
+    "elements": (Elements, lambda grad: Elements(torch.tensor([grad.numel()])), "index_K of Elements must contain only numbers in"),
     "blocks": (Blocks, lambda grad: Blocks(torch.tensor([999]), (grad.shape[0], grad.shape[1])), r"in \[0, 1\)"),
     "2:4": (TwoToFour, lambda grad: TwoToFour(grad[:1] > 0), "mask_NO of TwoToFour must have the shape"),
     "groups": (Groups, lambda grad: Groups(grad[:1], (1, 2)), "weight_NO of Groups must have the shape"),
@@ -166,7 +166,6 @@ WRONG_TOKENS: dict[str, tuple[Answer, str]] = {
     "no carries": (lambda t: TokenChoice(t.target_BT, None), "carries_BT of TokenChoice must be torch.bool"),  # type: ignore[arg-type]
     "numbers": (lambda t: TokenChoice(t.target_BT.float(), t.real_BT), "trained_BT of TokenChoice must be torch.bool"),
     "one example": (lambda t: TokenChoice(t.target_BT[:1], t.real_BT[:1]), "of shape"),
-    "weights": (lambda t: TokenChoice(t.target_BT, t.real_BT, t.real_BT.long()), "must be floating-point, got"),
 }
 
 

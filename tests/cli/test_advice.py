@@ -512,7 +512,6 @@ MENTIONS = {
     ("verb/study.py", "sparsebp targets"),
     ("cli/run.py", "sparsebp targets"),
     ("verb/export.py", "sparsebp targets"),
-    ("policy/epoch.py", "sparsebp run"),
     ("recipe/json_schema.py", "sparsebp policies"),
     ("recipe/schema.py", "sparsebp policies"),
     ("recipe/schema.py", "sparsebp targets"),

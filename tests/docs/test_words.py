@@ -44,7 +44,6 @@ WORDS = {
 }
 # Places that may keep a word, with the reason.
 ALLOWED = {
-    ("sparsebp_cli/compare/overview_grid.py", "worth"): "a column of stored reports",
     ("plugins/sparsebp-tools/sparsebp_tools/bench/table.py", "worth"): "a column of the bench, and a field of its JSON",
 }
 PATTERN = re.compile(rf"(?<![\w/.-])(?:{'|'.join(WORDS)})(?![\w/-]|\.\w)", re.IGNORECASE)

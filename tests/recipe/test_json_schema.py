@@ -56,6 +56,9 @@ def make_built_in_schema() -> dict[str, Any]:
 def fill_in(recipe: Recipe) -> dict[str, Any]:
     """Every key of a recipe, with a value that is allowed."""
     content: dict[str, Any] = recipe.model_dump(mode="json")
+    for entry in content["policy"]:  # plans have options of older versions, which a recipe needs no more
+        for name, _ in find_policies()[entry["name"]].policy_class.former_options:
+            del entry[name]
     content["model"]["lora"] = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear"}
     return content
 
