@@ -7,6 +7,7 @@ It shows the validation loss at equal steps and at equal cost, and the cost of a
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -46,5 +47,12 @@ def draw(comparison: dict[str, Any], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="file to write")
+    options = parser.parse_args()
+    draw(json.load(sys.stdin), options.path)
+
+
 if __name__ == "__main__":
-    draw(json.load(sys.stdin), Path(sys.argv[1]))
+    main()

@@ -49,6 +49,8 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
             header = opened.metadata() or {}
             names = opened.keys()  # the file object is not iterable
             tensors = {name: opened.get_tensor(name) for name in names if name}
+            if "" in names and opened.get_tensor("").view(torch.uint8).any():
+                raise ValueError("it does not match its checksum")
         text = header["state"]
         if header["format"] != str(_FORMAT) or header["sha256"] != _digest(text, tensors):
             raise ValueError("it does not match its checksum")

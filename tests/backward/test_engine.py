@@ -183,10 +183,10 @@ def test_a_step_is_an_optimizer_step_and_micro_batches_count_within_it() -> None
             engine.backward(_loss(model))
         optimizer.step()
     assert [(name, Step(i, m, 0, 9)) for i in range(2) for m in range(2) for name in ("2", "0")] == SEEN
-    assert engine.state_dict() == {"index": 2, "micro_batch": 0, "cut": {}}
+    assert engine.state_dict() == {"index": 2, "micro_batch": 0}
     engine.detach()
     optimizer.step()
-    assert engine.state_dict() == {"index": 2, "micro_batch": 0, "cut": {}}
+    assert engine.state_dict() == {"index": 2, "micro_batch": 0}
 
 
 def test_without_an_optimizer_every_backward_is_a_step() -> None:
@@ -245,9 +245,9 @@ def test_a_failed_backward_does_not_count_as_one() -> None:
 
         with pytest.raises(FloatingPointError):
             engine.backward(_loss(model), fail)
-        assert engine.state_dict() == {"index": 0, "micro_batch": 0, "cut": {}}
+        assert engine.state_dict() == {"index": 0, "micro_batch": 0}
         engine.backward(_loss(model))
-        assert engine.state_dict() == {"index": 1, "micro_batch": 0, "cut": {}}
+        assert engine.state_dict() == {"index": 1, "micro_batch": 0}
 
 
 def test_the_state_goes_on_and_nonsense_is_refused() -> None:
@@ -255,7 +255,7 @@ def test_the_state_goes_on_and_nonsense_is_refused() -> None:
     with sbp.attach(model, [Watcher()]) as engine:
         engine.load_state_dict({"index": 7, "micro_batch": 1, "cut": {}, "form_times": None})  # as 0.5 stored it
         engine.backward(_loss(model))
-        good = {"index": 1, "micro_batch": 0, "cut": {}}
+        good = {"index": 1, "micro_batch": 0}
         for wrong in ({}, {"index": 1}, good | {"index": -1}, good | {"index": 1.0}, good | {"cut": {"0": 1}}):
             with pytest.raises(UsageError, match="the loaded state is not a state of an engine"):
                 engine.load_state_dict(wrong)

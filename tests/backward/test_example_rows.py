@@ -66,7 +66,7 @@ def test_a_shared_expert_with_joined_rows_is_told_apart_by_example() -> None:
             shown[site.name.rpartition(".mlp.")[2]] = site.batch_shape
             return super().select(grad_NO, site, step)
 
-    with sbp.attach(model, [Shapes(**WITHIN.model_dump())], exclude=["lm_head"]) as engine:
+    with sbp.attach(model, [Shapes(**dict(WITHIN))], exclude=["lm_head"]) as engine:
         engine.backward(model(input_ids=ids, labels=ids).loss)
     shared = {name: shape for name, shape in shown.items() if name.startswith("shared_expert")}
     assert shared == dict.fromkeys(

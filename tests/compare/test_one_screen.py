@@ -85,10 +85,10 @@ def test_notes_that_have_no_room_are_counted(make_run: MakeRun) -> None:
 
 def test_a_single_table_is_explained_only_when_everything_is_asked_for(make_run: MakeRun) -> None:
     ids = [run.run_id for run in make_groups(make_run, 2)]
-    plain = CliRunner().invoke(app, ["compare", *ids, "--pareto"]).output
-    explained = CliRunner().invoke(app, ["compare", *ids, "--pareto", "--all"]).output
-    assert "the baseline's mean plus the paired difference" not in " ".join(plain.split())
-    assert "the baseline's mean plus the paired difference" in " ".join(explained.split())
+    plain = CliRunner().invoke(app, ["compare", *ids, "--curves", "eval/loss"]).output
+    explained = CliRunner().invoke(app, ["compare", *ids, "--curves", "eval/loss", "--all"]).output
+    assert "of the last value up to this point" not in " ".join(plain.split())
+    assert "of the last value up to this point" in " ".join(explained.split())
 
 
 def test_the_summary_of_a_run_has_at_most_12_lines(make_run: MakeRun) -> None:

@@ -32,6 +32,7 @@ UNSHOWN = {
     "dataset.subset": "of data on a hub",
     "dataset.revision": "of data on a hub",
     "dataset.train_on": "of conversations",
+    "dataset.max_train_examples": "of the control with fewer examples, which compare names",
     "dataset.label_column": "of labelled rows, which only fetched packages bring",
     "dataset.text_pair_column": "of pairs of texts, which no package brings",
     "backward.checkpointing": "of models larger than any that a package brings: guide, memory",
