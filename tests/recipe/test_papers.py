@@ -14,6 +14,7 @@ from sparsebp_lab.study.loader import LoadedStudy, load_study
 from sparsebp_lab.verb.study_tool import is_study
 from tests.fixture.hub.lay_out import lay_out
 
+pytestmark = pytest.mark.model
 FOLDER = Path(__file__).parents[2] / "recipes"
 STUDIES = sorted(FOLDER.glob("papers/*.yaml"))
 FETCHED = ("minilm-l6", "movie-snippets")
