@@ -30,10 +30,10 @@ def draw(comparison: dict[str, Any], path: Path) -> None:
             style = {"color": COLOURS[number], "marker": MARKERS[number], "label": group["label"]}
             cost = group["speed"]["relative_cost"]
             for run in (one for one in comparison["runs"] if one["label"] == group["label"]):
-                points = [point for point in run["curves"][metric] if point["step"] > 0]
-                values = [point["value"] for point in points]
-                steps.plot([point["step"] for point in points], values, **style)
-                costs.plot([point["step"] * cost for point in points], values, **style)
+                points = [point for point in run["curves"][metric] if point[0] > 0]
+                values = [point[3] for point in points]
+                steps.plot([point[0] for point in points], values, **style)
+                costs.plot([point[0] * cost for point in points], values, **style)
             bars.barh([number], [group["speed"]["cost"]["mean"]], color=COLOURS[number], height=0.55)
             bars.text(group["speed"]["cost"]["mean"], number, f" {group['speed']['cost']['mean']:.2f}", va="center")
         steps.set(xlabel="optimizer steps", ylabel=f"{metric}, lower is better", title="at equal steps")
