@@ -14,7 +14,7 @@ from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Detach, Format, ManyRuns, OneRun
 from sparsebp_cli.cli.runs import describe_run
 from sparsebp_cli.cli.screen import Output, print_line
-from sparsebp_cli.cli.stored_run import ask_target, find_all, find_one, reattach, submit_all
+from sparsebp_cli.cli.stored_run import ask_target, check_trainable, find_all, find_one, reattach, submit_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State
 from sparsebp_cli.run.budget import size_of
@@ -49,6 +49,7 @@ def resume(
     if not folders:
         tell(make_outcomes(before), output, lambda _: None)
         return
+    check_trainable(folders)
     for folder in folders:
         _pass_stop(folder)
         if allow_change:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.entry_point import find_tool, tell_home
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.run import RunFolder, find_run, home, list_runs
 from sparsebp_cli.run.label import Labels
 
@@ -108,6 +108,25 @@ def check_plans(plans: Sequence[Plan]) -> None:
     for plan in plans:
         resolve_uri(plan.recipe.tracking.uri)
         make_target(plan.recipe.target).check_plan(plan)
+
+
+def check_trainable(folders: Sequence[RunFolder]) -> None:
+    """Raise ``UsageError`` for a run of another version whose keys or policies this version cannot train, before
+    anything is written or started."""
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.policy import make_policies
+    from sparsebp_cli.run.stored_recipe import MARK
+
+    for folder in folders:
+        plan = Plan.load(folder.plan_file)
+        try:
+            make_policies(entry.model_dump() for entry in plan.recipe.policy)
+            _, mark, key = plan.recipe.dataset.split.partition(MARK)
+            if mark:
+                raise PolicyError(f"{key} was removed after version 0.5")
+        except PolicyError as error:
+            made_by = plan.provenance.sparsebp_version
+            raise UsageError(f"{folder.run_id} was begun by sparsebp {made_by}, and cannot continue here: {error}") from None
 
 
 def reattach(run: RunFolder) -> Job:

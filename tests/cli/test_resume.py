@@ -100,3 +100,31 @@ def test_a_run_with_phases_is_shown_and_compared_and_does_not_go_on(call: Cli, r
         PolicyError, match=r"^policy 'schedule' was removed after version 0.5: give an option a schedule \(keep: "
     ):
         make_policies(Plan.load(run.plan_file).recipe)
+
+
+PHASES = {"schedule": [{"until": 0.5, "policy": [{"name": "dense"}]}, {"until": None, "policy": [{"name": "dense"}]}]}
+OF_0_5 = {
+    "policy 'schedule' was removed": PHASES,
+    "policy 'infobatch' was removed": {"policy": [{"name": "infobatch"}]},
+    "keep_warmup_steps": {"policy": [{"name": "tokens", "score": "loss", "keep": 0.3, "keep_warmup_steps": 3}]},
+    "mode: got 'stop'": {"policy": [{"name": "tokens", "score": "random", "keep": 0.3, "mode": "stop"}]},
+    "training.max_cost: 2.0 was removed": {"training": {"max_cost": 2.0}},
+}
+
+
+@pytest.mark.parametrize("told", OF_0_5)
+def test_a_run_of_another_version_is_refused_before_anything_changes(call: Cli, run: RunFolder, told: str) -> None:
+    end(run, State.INTERRUPTED)
+    plan = json.loads(run.plan_file.read_text())
+    recipe = plan["recipe"]
+    for key, value in OF_0_5[told].items():
+        recipe[key] = {**recipe[key], **value} if isinstance(value, dict) else value
+    recipe["checkpoint"]["stop_at"] = 3  # would be written as passed
+    plan["provenance"]["sparsebp_version"] = "0.5.0"
+    run.plan_file.write_text(json.dumps(plan))
+    before = {file: file.read_bytes() for file in run.path.iterdir() if file.is_file()}
+    done = call("resume", run.run_id, "--allow-change", "code")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {run.run_id} was begun by sparsebp 0.5.0, and cannot continue here: ")
+    assert told in done.stderr
+    assert {file: file.read_bytes() for file in run.path.iterdir() if file.is_file()} == before
