@@ -125,8 +125,8 @@ def check_trainable(folders: Sequence[RunFolder]) -> None:
             if mark:
                 raise PolicyError(f"{key} was removed after version 0.5")
         except PolicyError as error:
-            made_by = plan.provenance.sparsebp_version
-            raise UsageError(f"{folder.run_id} was begun by sparsebp {made_by}, and cannot continue here: {error}") from None
+            begun = f"{folder.run_id} was begun by sparsebp {plan.provenance.sparsebp_version}"
+            raise UsageError(f"{begun}, and cannot continue here: {error}") from None
 
 
 def reattach(run: RunFolder) -> Job:
