@@ -107,6 +107,9 @@ def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
             )
         if composition == "DDP":
             return Refusal(f"{name} works in one process, got several (DDP or FSDP)")
+    if entry.policy == "vcas" and composition == "DDP":
+        text = "keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
+        return Refusal(f"{INFORMED[entry.policy]} {text}")
     if entry.policy in INFORMED and site != "linears":
         name, text = INFORMED[entry.policy], "reads inputs and weights of linears: needs"
         return Refusal(

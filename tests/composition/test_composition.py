@@ -132,15 +132,15 @@ def test_ddp_is_what_the_table_says_wrapped_before_and_after_attaching(tmp_path:
     cells = json.loads(result.read_text())
     assert len(cells) == len(ENTRIES) * len(SITES) * 2 + len(WAYS) * 2
     entries, ways = dict(zip(LABELS, ENTRIES, strict=True)), {way.label: way for way in WAYS}
+    wrong = []
     for label, site, wrapped, outcome in cells:
         refusal = find_refusal(entries[label], site, "DDP") if site else None
         message = refusal.message if refusal else "" if site else find_way_refusal(ways[label], "DDP", wrapped)
-        if message:
-            assert outcome == message, (label, site, wrapped)
-            continue
-        assert isinstance(outcome, float), (label, site, wrapped, outcome)
         # transformers means the loss in float32: where rows are left out, its sum has another order
-        assert outcome <= (1e-6 if label.startswith("tokens") else 1e-11), (label, site, wrapped)
+        most = 1e-6 if label.startswith("tokens") else 1e-11
+        if (outcome != message) if message or isinstance(outcome, str) else outcome > most:
+            wrong.append((label, site, wrapped, outcome, message))
+    assert not wrong
 
 
 RECIPE = """

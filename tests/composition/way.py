@@ -97,6 +97,9 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
         composition: A way of training of the other table.
         wrapped: ``before`` attaching or ``after`` it: when DDP wraps the model.
     """
+    if composition == "DDP" and way.label in {"importance", "velora", "grades", "subnet"}:
+        text = "keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
+        return f"{_class_of(way)} {text}"
     if way.question == "ParameterSelector" and composition == "DDP":
         if "turn" in way.policy:
             return (
@@ -104,10 +107,6 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             )
         if wrapped == "before":
             return "Frozen got a model in DDP: call attach before you wrap the model in DDP"
-    if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING):
-        return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
-    if composition == "DDP" and way.label == "velora":
-        return "VeLoRA keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("PartSelector", "QLoRA"): _QUANTIZED.format(name=_class_of(way)),
