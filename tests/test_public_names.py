@@ -17,7 +17,7 @@ import pytest
 import sparsebp_audit
 import sparsebp_cli as sbp
 from sparsebp_cli import errors
-from sparsebp_cli.policy.shelf import CLASSES
+from sparsebp_cli.policy.shelf import HOMES
 from tests.docs.block import blocks
 from tests.plugin import PLUGINS, SHELF_TESTS
 
@@ -125,12 +125,12 @@ def test_names_that_moved_lead_to_their_package_with_a_warning() -> None:
         assert sbp.memory_trace is import_module("sparsebp_tools.memory").memory_trace
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_class_of_0_5_leads_to_the_shelf_with_a_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", HOMES)
+def test_a_name_of_0_5_leads_to_the_shelf_with_a_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy: Any = import_module("sparsebp_cli.policy")
-    with pytest.warns(FutureWarning, match=f"{name} has moved: import it from {CLASSES[name]}"):
-        assert getattr(policy, name) is getattr(import_module(CLASSES[name]), name)
-    monkeypatch.setitem(sys.modules, CLASSES[name], None)
+    with pytest.warns(FutureWarning, match=f"{name} has moved: import it from {HOMES[name]}"):
+        assert getattr(policy, name) is getattr(import_module(HOMES[name]), name)
+    monkeypatch.setitem(sys.modules, HOMES[name], None)
     monkeypatch.setitem(sys.modules, "sparsebp_shelf", None)
     with pytest.raises(ModuleNotFoundError, match="in the package sparsebp-shelf: python -m pip install"):
         getattr(policy, name)

@@ -3,11 +3,10 @@
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.entry_point import import_moved
-from sparsebp_cli.policy import choice, returned, rule, sampling
+from sparsebp_cli.policy import choice, returned, rule
 from sparsebp_cli.policy.card import MethodCard
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, State, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
-from sparsebp_cli.policy.gradient_sample import sample_gradient
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.measure import (
@@ -31,7 +30,7 @@ from sparsebp_cli.policy.saved import Saved, WeightProduct
 from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Groups, Rows, Selection, Split, TwoToFour, Values
-from sparsebp_cli.policy.shelf import CLASSES
+from sparsebp_cli.policy.shelf import HOMES
 from sparsebp_cli.policy.state import Stateful, TrialPass
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
@@ -39,7 +38,7 @@ from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        return import_moved(__name__, name, CLASSES)
+        return import_moved(__name__, name, HOMES)
 
 
 __all__ = [
@@ -100,6 +99,4 @@ __all__ = [
     "make_policy",
     "returned",
     "rule",
-    "sample_gradient",
-    "sampling",
 ]

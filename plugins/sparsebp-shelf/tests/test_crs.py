@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
-from sparsebp_cli.policy import Rows, Seen, Site, Split, Step, choice, make_policies, sampling
+from sparsebp_cli.policy import Rows, Seen, Site, Split, Step, choice, make_policies
 from sparsebp_cli.testing import check_policy
 from sparsebp_cli.testing.promise import equal, train_network
+from sparsebp_shelf import sampling
 from sparsebp_shelf.policies.crs import CRS
 
 DRAWS = 4_000

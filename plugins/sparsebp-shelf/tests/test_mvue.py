@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Groups, Seen, Site, Split, Step, sampling
+from sparsebp_cli.policy import Groups, Seen, Site, Split, Step
 from sparsebp_cli.testing.promise import equal, train_network
+from sparsebp_shelf import sampling
 from sparsebp_shelf.policies.group_sampling import draw_groups, fill_groups
 from sparsebp_shelf.policies.mvue import MVUE
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Site, Step, choice, make_policies, sampling
+from sparsebp_cli.policy import Site, Step, choice, make_policies
 from sparsebp_cli.testing.promise import equal, train_network
+from sparsebp_shelf import sampling
 from sparsebp_shelf.policies.wta_crs import WTACRS, count_winners, draw_published
 from sparsebp_shelf.saver import SavedRows
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, final
 import torch
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policy import Examples, Measure, Observation, Observed, ReadExamples, Stateful, Step, choice, sampling
+from sparsebp_cli.policy import Examples, Measure, Observation, Observed, ReadExamples, Stateful, Step, choice
+from sparsebp_shelf import sampling
 from sparsebp_shelf.example import ExampleSelector, WeightedExamples
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from sparsebp_cli.policy import (
     Stateful,
     Step,
     choice,
-    sampling,
 )
+from sparsebp_shelf import sampling
 from sparsebp_shelf.block.kind import BlockDropper, DropDraw, ResidualBlock
 
 if TYPE_CHECKING:

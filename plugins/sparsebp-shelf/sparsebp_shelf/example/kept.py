@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from sparsebp_cli.policy import Examples, Step, choice, sampling
+from sparsebp_cli.policy import Examples, Step, choice
+from sparsebp_shelf import sampling
 from sparsebp_shelf.example.kind import ExampleSelector
 
 if TYPE_CHECKING:

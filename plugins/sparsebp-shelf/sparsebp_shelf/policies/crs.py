@@ -28,8 +28,8 @@ from sparsebp_cli.policy import (
     SplitTypes,
     Step,
     choice,
-    sampling,
 )
+from sparsebp_shelf import sampling
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

@@ -30,8 +30,8 @@ from sparsebp_cli.policy import (
     Stateful,
     Step,
     TrialPass,
-    sample_gradient,
 )
+from sparsebp_shelf.gradient_sample import sample_gradient
 from sparsebp_shelf.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
 from sparsebp_shelf.policies.saved_codes import SavedCodes
 from sparsebp_shelf.saver import InputSaver

@@ -15,7 +15,7 @@ _BITS = 40  # a probability is a multiple of 2^-40
 
 
 def fill_groups(score_GM: Tensor, num_kept: int) -> Tensor:
-    """Return the probabilities of :func:`~sparsebp_cli.policy.sampling.water_fill` in every group separately.
+    """Return the probabilities of :func:`~sparsebp_shelf.sampling.water_fill` in every group separately.
 
     Args:
         score_GM: Scores, at least 0, one row a group.
@@ -40,7 +40,7 @@ def fill_groups(score_GM: Tensor, num_kept: int) -> Tensor:
 
 
 def draw_groups(probability_GM: Tensor, num_kept: int, generator: torch.Generator) -> Tensor:
-    """Draw exactly ``num_kept`` different places of every group, as :func:`~sparsebp_cli.policy.sampling.draw` does.
+    """Draw exactly ``num_kept`` different places of every group, as :func:`~sparsebp_shelf.sampling.draw` does.
 
     Args:
         probability_GM: Probability of each place, in (0, 1], every row summing to ``num_kept`` up to rounding, such as

@@ -4,7 +4,7 @@ Angelos Katharopoulos and François Fleuret, "Not All Samples Are Created Equal:
 (ICML 2018), https://arxiv.org/abs/1803.00942. The paper draws a batch from a larger batch, in proportion to an upper
 bound of each example's gradient. It does so once the gain exceeds the cost of the forward over the larger batch. Our
 ``keep`` is b / B of the paper. We differ: we draw examples without replacement, with the probabilities of
-:func:`~sparsebp_cli.policy.sampling.water_fill` and the weights 1 / probability, which has less variance. While we draw
+:func:`~sparsebp_shelf.sampling.water_fill` and the weights 1 / probability, which has less variance. While we draw
 uniformly, a forward over the batch measures the gain every ``every`` steps; the paper measures it on the trained
 examples. The bound of a text is the norm over all its targets.
 

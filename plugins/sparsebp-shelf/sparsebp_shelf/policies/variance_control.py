@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from sparsebp_cli.policy import Budget, Observation, Site, choice, sampling
+from sparsebp_cli.policy import Budget, Observation, Site, choice
+from sparsebp_shelf import sampling
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

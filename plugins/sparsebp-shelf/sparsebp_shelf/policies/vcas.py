@@ -39,9 +39,9 @@ from sparsebp_cli.policy import (
     Step,
     TrialPass,
     choice,
-    sample_gradient,
-    sampling,
 )
+from sparsebp_shelf import sampling
+from sparsebp_shelf.gradient_sample import sample_gradient
 from sparsebp_shelf.layer_sampler import LayerOutput, LayerSampler
 from sparsebp_shelf.policies.variance_control import Round, Shares, control_shares, count
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import MethodCard, Site, Step, choice, sampling
+from sparsebp_cli.policy import MethodCard, Site, Step, choice
+from sparsebp_shelf import sampling
 from sparsebp_shelf.saver import InputSaver, SavedRows
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsebp_cli.policy.contract import Step
+    from sparsebp_cli.policy import Step
 
 SAMPLED = 100  # entries of a gradient for each entry of its sample
 

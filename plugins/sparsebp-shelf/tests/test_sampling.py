@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsebp_cli.policy import sampling
+from sparsebp_shelf import sampling
 
 DRAWS = 10_000
 
