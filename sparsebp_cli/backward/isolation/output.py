@@ -33,23 +33,7 @@ class ExampleOutputs:
 
     def of_one(self, number: int) -> Tensor:
         """Run an example alone, and return its values."""
-        return self._take_alone(self.run(self._examples.alone(number)))
-
-    def of_two(self, number: int) -> Tensor | None:
-        """Run two copies of an example as two rows, and return the values of the second; None if this fails."""
-        try:
-            inputs = self._examples.alone(number)
-            twice = {
-                name: torch.cat([value, value]) if isinstance(value, Tensor) and value.dim() else value
-                for name, value in inputs.items()
-            }
-            return self._take_alone({name: _second(value) for name, value in self.run(twice).items()})
-        except Exception:  # the model may support only one row at a time
-            return None
-
-    def of_batch(self, inputs: dict[str, Any]) -> Tensor:
-        """Run the batch with these arguments, and return the values of all examples."""
-        return self.take_batch(self.run(inputs))
+        return self.take_alone(self.run(self._examples.alone(number)))
 
     def take_batch(self, values: dict[str, Tensor]) -> Tensor:
         """Return the values of all examples from the outputs of a run."""
@@ -65,14 +49,6 @@ class ExampleOutputs:
     def part(self, output: Tensor, number: int) -> Tensor:
         """Return the values of an example from the values of the batch."""
         return output[self.place(number)]
-
-    def input_part(self, leaf: Tensor, number: int) -> Tensor:
-        """Return the part of an input, or of its gradient, that belongs to an example."""
-        example = self._examples.found[number]
-        width = self._examples.size[1]
-        if leaf.dim() > 1 and leaf.shape[1] >= width and (self._examples.several or leaf.shape[1] == width):
-            return leaf[:, -width:][example.row, example.columns.to(leaf.device)]
-        return leaf[example.row]
 
     def choose(self, batch: dict[str, Tensor]) -> None:
         """Choose the values to compare by their shapes in the batch and for its shortest example, whose width differs
@@ -96,7 +72,8 @@ class ExampleOutputs:
                 return
         raise NotAlone("its output has no values of single examples")
 
-    def _take_alone(self, values: dict[str, Tensor]) -> Tensor:
+    def take_alone(self, values: dict[str, Tensor]) -> Tensor:
+        """Return the values of an example from the outputs of a run of it alone."""
         assert self._name is not None
         value = values[self._name]
         return value if self._is_flat else value[0]
@@ -147,7 +124,3 @@ def named_tensors(output: object) -> dict[str, Tensor]:
     else:
         items = [(str(n), v) for n, v in enumerate(output)] if isinstance(output, tuple | list) else []
     return {n: v for n, v in items if isinstance(v, Tensor) and v.dim() > 0 and v.is_floating_point()}
-
-
-def _second(value: Tensor) -> Tensor:
-    return value[len(value) // 2 :]

@@ -8,29 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import (
-    DisableTorchFunctionSubclass,
-    _has_storage,
-)
-from torch._C._autograd import (  # type: ignore[attr-defined]  # the stub lacks one
-    _get_current_graph_task_keep_graph,
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-    _saved_tensors_hooks_is_enabled,
-    _top_saved_tensors_default_hooks,
-)
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._functorch import peek_interpreter_stack
-from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.autograd.variable import Variable
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # torch.func (vmap, grad, jacrev) has no public query. An alias instead of a function, since every linear calls it.
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
@@ -225,31 +212,6 @@ def picks_flash(query: Tensor, key: Tensor, value: Tensor, scale: float | None) 
     return chosen == SDPBackend.FLASH_ATTENTION.value
 
 
-Pack = Callable[[Tensor], object]
-Unpack = Callable[..., Tensor]
-FOREACH_NORM = torch.ops.aten._foreach_norm  # noqa: SLF001 - the name of an operator
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage; the address of its first byte is 0 for every empty one."""
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has a storage, unlike tensors of opaque layouts such as MKL-DNN's."""
-    return bool(_has_storage(tensor))
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return the values of a COO tensor; ``Tensor.values`` refuses one that is not coalesced."""
-    return tensor._values()  # noqa: SLF001
-
-
-def is_mutable(operator: OpOverload) -> bool:
-    """Return whether an operator writes into its arguments, which only its schema shows."""
-    return bool(operator._schema.is_mutable)  # noqa: SLF001
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``nn.Module.compile`` was called on a module, which leaves no public trace."""
     return module._compiled_call_impl is not None  # noqa: SLF001
@@ -263,55 +225,6 @@ def misses_gradients() -> bool:
     return wrapper is not None and not wrapper.find_unused_parameters
 
 
-def has_fsdp_state(module: nn.Module) -> bool:
-    """Return whether ``fully_shard`` was applied to a module."""
-    return hasattr(module, "_get_fsdp_state")
-
-
-def fsdp_state(module: nn.Module) -> object:
-    """Return the state that ``fully_shard`` stores for a module; its parameter groups have no public access."""
-    get_state = module._get_fsdp_state  # noqa: SLF001
-    assert callable(get_state)
-    return get_state()
-
-
-def leaf_of(node: Node) -> Tensor:
-    """Return the tensor into which an ``AccumulateGrad`` node adds; the class of these nodes is not public."""
-    leaf: Tensor = node.variable  # type: ignore[attr-defined]
-    return leaf
-
-
 def is_in_transform() -> bool:
     """Return whether a transform of ``torch.func`` runs in this thread."""
     return peek_interpreter_stack() is not None
-
-
-def dispatch_modes() -> list[TorchDispatchMode]:
-    """Return the dispatch modes of this thread, the innermost last."""
-    return list(_get_current_dispatch_mode_stack())
-
-
-def without_torch_functions() -> AbstractContextManager[None]:
-    """Return a context in which the ``__torch_function__`` of subclasses is not called."""
-    return DisableTorchFunctionSubclass()
-
-
-def accepts_saved_hooks() -> bool:
-    """Return whether saved-tensor hooks may be installed now."""
-    return bool(_saved_tensors_hooks_is_enabled())
-
-
-def push_saved_hooks(pack: Pack, unpack: Unpack) -> None:
-    """Install saved-tensor hooks until they are removed; the public context manager must end in the same frame."""
-    _push_saved_tensors_default_hooks(pack, unpack)
-
-
-def pop_saved_hooks() -> None:
-    """Remove the innermost saved-tensor hooks."""
-    _pop_saved_tensors_default_hooks()
-
-
-def top_saved_hooks() -> tuple[object, object] | None:
-    """Return the innermost saved-tensor hooks; None without any."""
-    top = _top_saved_tensors_default_hooks(False)
-    return None if top is None else (top[0], top[1])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sparsebp_cli.backward.observe.internals import without_torch_functions
+from sparsebp_audit.auditor.internals import without_torch_functions
 
 F = TypeVar("F")
 Named = Iterator[tuple[str, nn.Parameter]]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sparsebp_audit.auditor.internals import sparse_values, storage_key
 from sparsebp_audit.auditor.ledger import PassRecord
 from sparsebp_audit.auditor.reach import UNKNOWN
 from sparsebp_audit.auditor.storage import has_storage, key_of, refer
-from sparsebp_cli.backward.observe.internals import sparse_values, storage_key
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # numbers cast at once

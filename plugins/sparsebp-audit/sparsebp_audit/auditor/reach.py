@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from sparsebp_cli.backward.observe.graph import LEAF
-from sparsebp_cli.backward.observe.internals import leaf_of, sequence_number_of
+from sparsebp_cli.backward.observe.internals import sequence_number_of, variable_of
 
 UNKNOWN = 1  # bit of leaves that cannot be judged
 
@@ -54,7 +54,7 @@ def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReacha
             waiting += [(child, False) for child, _ in node.next_functions if child is not None and child not in found]
     for node in order:  # children before their parents
         if node.name() == LEAF:
-            leaf = leaf_of(node)
+            leaf = variable_of(node)
             found[node] = bit_of(leaf)
             reach.variables.append(leaf)
             continue

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sparsebp_audit.auditor.internals import fsdp_state, has_fsdp_state
 from sparsebp_audit.auditor.ledger import PassRecord
 from sparsebp_audit.auditor.operation import OperatorTape
 from sparsebp_audit.auditor.parameter import Parameters
@@ -17,14 +18,7 @@ from sparsebp_audit.auditor.reach import UNKNOWN, LeafReachability, walk
 from sparsebp_audit.auditor.storage import has_storage, is_plain, key_of, refer
 from sparsebp_audit.auditor.watch import OperatorWatch
 from sparsebp_cli.backward.observe.graph import LEAF
-from sparsebp_cli.backward.observe.internals import (
-    fsdp_state,
-    has_fsdp_state,
-    is_in_transform,
-    leaf_of,
-    running_node,
-    sequence_number_of,
-)
+from sparsebp_cli.backward.observe.internals import is_in_transform, running_node, sequence_number_of, variable_of
 
 T = TypeVar("T")
 
@@ -128,7 +122,8 @@ class _Returned:
     ) -> None:
         self._wanted = [child is not None for child, _ in node.next_functions]
         self._leaves = [
-            leaf_of(child) if child is not None and child.name() == LEAF else None for child, _ in node.next_functions
+            variable_of(child) if child is not None and child.name() == LEAF else None
+            for child, _ in node.next_functions
         ]
         self._name = node.name().removesuffix("Backward")
         self._dropped, self._watch, self._parameters = dropped, watch, parameters

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sparsebp_audit.auditor.storage import has_storage, key_of, num_bytes
-from sparsebp_cli.backward.observe.internals import (
+from sparsebp_audit.auditor.internals import (
     Pack,
     Unpack,
     accepts_saved_hooks,
-    next_sequence_number,
     pop_saved_hooks,
     push_saved_hooks,
     top_saved_hooks,
 )
+from sparsebp_audit.auditor.storage import has_storage, key_of, num_bytes
+from sparsebp_cli.backward.observe.internals import next_sequence_number
 
 if TYPE_CHECKING:
     from sparsebp_audit.auditor.module import AnyModules

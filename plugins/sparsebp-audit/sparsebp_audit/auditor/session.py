@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from sparsebp_audit.auditor.hook import FunctionPatches, Hooks
+from sparsebp_audit.auditor.internals import dispatch_modes
 from sparsebp_audit.auditor.ledger import AuditLedger, PassRecord
 from sparsebp_audit.auditor.module import AnyModules
 from sparsebp_audit.auditor.parameter import Parameters
@@ -26,7 +27,7 @@ from sparsebp_audit.auditor.saved import Kept, SavedTensors, suspend_hooks
 from sparsebp_audit.auditor.script_packing import count_leftover
 from sparsebp_audit.auditor.storage import Weights, has_storage
 from sparsebp_audit.auditor.watch import OperatorWatch
-from sparsebp_cli.backward.observe.internals import dispatch_modes, is_in_transform, next_sequence_number
+from sparsebp_cli.backward.observe.internals import is_in_transform, next_sequence_number
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
 MOST_PASSES_A_STEP = 64  # without a visible optimizer, the audit ends after this many passes per requested step

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from sparsebp_cli.backward.observe import internals
-from sparsebp_cli.backward.observe.internals import sparse_values, storage_key
+from sparsebp_audit.auditor import internals
+from sparsebp_audit.auditor.internals import sparse_values, storage_key
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparsebp_audit.auditor.internals import FOREACH_NORM, is_mutable
 from sparsebp_audit.auditor.ledger import AuditLedger, PassRecord
 from sparsebp_audit.auditor.module import AnyModules
 from sparsebp_audit.auditor.operation import AGAIN, DGRAD, WGRAD, Operation, OperatorTape
@@ -22,13 +23,7 @@ from sparsebp_audit.auditor.reach import UNKNOWN, LeafReachability
 from sparsebp_audit.auditor.saved import SavedTensors
 from sparsebp_audit.auditor.storage import Weights, is_plain, key_of, refer, tensors_in
 from sparsebp_cli.backward.observe.flops import find_formula
-from sparsebp_cli.backward.observe.internals import (
-    FOREACH_NORM,
-    current_pass,
-    is_mutable,
-    running_node,
-    sequence_number_of,
-)
+from sparsebp_cli.backward.observe.internals import current_pass, running_node, sequence_number_of
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
 _ATEN = torch.ops.aten

@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsebp_audit.isolation.embeddings import Embeddings
 from sparsebp_audit.isolation.mend import find_cause, find_purpose
 from sparsebp_audit.isolation.part import find_first_module
 from sparsebp_audit.report.isolation import BatchJudgement, MixedPair
 from sparsebp_cli.backward.isolation.alone import relative_difference
 from sparsebp_cli.backward.isolation.examples import Examples, NotAlone, find_examples
 from sparsebp_cli.backward.isolation.output import ExampleOutputs
-from sparsebp_cli.backward.isolation.run import Embeddings, undisturbed
+from sparsebp_cli.backward.isolation.run import undisturbed
 from sparsebp_cli.backward.observe.internals import is_batch_norm
 from sparsebp_cli.backward.patch.rng import capture_generators
 
@@ -136,7 +137,7 @@ class _Trial:
     def run(self, inputs: dict[str, Any]) -> Tensor:
         """Run the batch or a variant of it, and return the judged values."""
         self.cost += self.size
-        return self.outputs.of_batch(inputs)
+        return self.outputs.take_batch(self.outputs.run(inputs))
 
     def compare(self, output: Tensor) -> list[float]:
         """Return the relative difference, by 2-norm, of each example's outputs in the batch and alone."""
@@ -193,7 +194,14 @@ class _Trial:
         self.cost += self.size
         made = torch.autograd.grad(output, leaves, weighted, retain_graph=True, allow_unused=True)
         grads = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(made, leaves, strict=True)]
-        return [[self.outputs.input_part(grad, number) for grad in grads] for number in range(len(self.examples.found))]
+        return [[self._input_part(grad, number) for grad in grads] for number in range(len(self.examples.found))]
+
+    def _input_part(self, leaf: Tensor, number: int) -> Tensor:
+        """Return the part of an input, or of its gradient, that belongs to an example."""
+        example, width = self.examples.found[number], self.examples.size[1]
+        if leaf.dim() > 1 and leaf.shape[1] >= width and (self.examples.several or leaf.shape[1] == width):
+            return leaf[:, -width:][example.row, example.columns.to(leaf.device)]
+        return leaf[example.row]
 
     def _explain(
         self, found: BatchJudgement, output: Tensor, differences: list[float], leaves: list[Tensor]
@@ -262,9 +270,21 @@ class _Trial:
     def _measure_rounding(self, number: int) -> float:
         """Return how much the outputs of an example alone change when the batch contains its row twice."""
         with torch.no_grad():
-            twice = self.outputs.of_two(number)
+            twice = self._run_twice(number)
         self.cost += 2 * len(self.examples.found[number].columns)
         return relative_difference(twice, self.alone[number]) if twice is not None else 0.0
+
+    def _run_twice(self, number: int) -> Tensor | None:
+        """Run two copies of an example as two rows, and return the values of the second; None if this fails."""
+        try:
+            twice = {
+                name: torch.cat([value, value]) if isinstance(value, Tensor) and value.dim() else value
+                for name, value in self.examples.alone(number).items()
+            }
+            values = self.outputs.run(twice).items()
+            return self.outputs.take_alone({name: value[len(value) // 2 :] for name, value in values})
+        except Exception:  # the model may support only one row at a time
+            return None
 
     def _find_pairs(
         self, output: Tensor, leaves: list[Tensor], targets: tuple[int, ...], limit: float

@@ -54,7 +54,7 @@ def find_first_module(
     with torch.no_grad(), _watched(model, keep):
         outputs.of_one(number)
     with _watched(model, compare):
-        output = outputs.of_batch(examples.inputs).detach()
+        output = outputs.take_batch(outputs.run(examples.inputs)).detach()
     name, kind = found[0] if found else ("", "")
     return FirstModule(name, kind, output)
 
