@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, final
 from torch import Tensor, nn
 from typing_extensions import override
 
+from sparsebp_cli.backward.core.extension import EngineView
 from sparsebp_cli.backward.decoder.decoder import argument_names
 from sparsebp_cli.backward.kind.packing.forward import PackedForward
 from sparsebp_cli.backward.kind.packing.head import count_rows
 from sparsebp_cli.backward.kind.packing.last_layer import install_last_layer
 from sparsebp_cli.backward.kind.packing.mixer import install_mixers
-from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
 from sparsebp_cli.backward.kind.packing.pair import PairBatch
 from sparsebp_cli.backward.kind.packing.planner import PackingPlanner
 from sparsebp_cli.backward.kind.packing.reference import PackedReference
@@ -64,7 +64,7 @@ class PackingExtension(PackingPlanner):
         if not find_picture(self.model, given, self.known_arguments):
             refuse_arguments(given, known=self.known_arguments)
 
-    def install(self, engine: PackingEngine) -> None:
+    def install(self, engine: EngineView) -> None:
         self.engine = engine
         if self.reference is not None:
             self.reference.install(engine)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from sparsebp_cli.backward.kind.packing.head import count_rows
 from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.kind.packing.mixer import find_mixers
-from sparsebp_cli.backward.kind.packing.packed_model import PackedModel, PackingEngine
+from sparsebp_cli.backward.kind.packing.packed_model import PackedModel
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairPacking, is_pair
 from sparsebp_cli.backward.kind.packing.prompt import SoftPrompt
 from sparsebp_cli.backward.kind.packing.refusal import (
@@ -69,15 +69,10 @@ from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check
 from sparsebp_cli.backward.kind.packing.weight import DeadExamples
 from sparsebp_cli.backward.patch.forward import (
     ForwardPatches,
-    ModulePlaces,
     check_free,
 )
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import BatchPacker, PackedSize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 _NOTHING_SEEN = "no training batch went through the forward of {}: its parts and other forwards run without lossless"
 _EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
@@ -89,17 +84,9 @@ class PackingPlanner(PackedModel):
     Raises :class:`UnsupportedError` if skipping rows would change this model's gradient.
     """
 
-    policy: BatchPacker
-    model: PreTrainedModel
     stack: nn.Module
-    pair: PairPacking | None
     counts: Counts
-    failure: str
-    head: nn.Module | None
-    dropout: AdapterDropout
     prompt: SoftPrompt | None
-    places: ModulePlaces
-    engine: PackingEngine
     scoring: Scoring
 
     def __init__(self, policy: BatchPacker, model: nn.Module) -> None:

@@ -6,13 +6,12 @@ It is packed like the trained model, reuses the layouts of the trained model, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 from torch import nn
 
+from sparsebp_cli.backward.core.extension import EngineView
 from sparsebp_cli.backward.core.given import Given
-from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
 from sparsebp_cli.backward.kind.packing.planner import PackingPlanner
 from sparsebp_cli.backward.kind.packing.scoring import Scoring
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -55,44 +54,14 @@ class PackedReference:
         """Its forwards without gradient; empty if the reference runs plainly."""
         return [] if self._extension is None else [self._extension.scoring]
 
-    def install(self, engine: PackingEngine) -> None:
+    def install(self, engine: EngineView) -> None:
         """Override the model's forward."""
         if self._extension is None:
             engine.notes[TOPIC] = f"runs plainly: {self._refusal}"
             return
-        self._extension.install(_ReferenceEngine(engine))
+        self._extension.install(engine)
 
     def remove(self) -> None:
         """Restore it."""
         if self._extension is not None:
             self._extension.remove()
-
-
-class _ReferenceEngine:
-    """The part of the trained model's engine that the reference uses. It counts no work at sites."""
-
-    def __init__(self, engine: PackingEngine) -> None:
-        self._engine, self.notes = engine, engine.notes
-
-    @property
-    def enabled(self) -> bool:
-        """Whether policies are active."""
-        return self._engine.enabled
-
-    @enabled.setter
-    def enabled(self, enabled: bool) -> None:
-        self._engine.enabled = enabled
-
-    @property
-    def reference(self) -> bool:
-        """Whether to run the plain forward."""
-        return self._engine.reference
-
-    @property
-    def is_probing(self) -> bool:
-        """Whether the running pass is a probe."""
-        return self._engine.is_probing
-
-    def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
-        """Return the context of the trained model's engine. No backward follows a reference's forward."""
-        return self._engine.short_forward(num_rows=num_rows, scale=scale)
