@@ -58,16 +58,6 @@ class ReadRows:
 
 
 @dataclass(frozen=True)
-class RowsBefore:
-    """Rows that another forward of the same update computed, and that precede segments of this forward.
-
-    Their numbers start at N, after the rows of this forward.
-    """
-
-    hidden_A: Tensor  # index of each among their stored outputs of the last layer; 0: it is not read
-
-
-@dataclass(frozen=True)
 class HostRows:
     """The same as ``row_BT`` and ``computed_BT`` of a layout, on the host."""
 
@@ -88,7 +78,9 @@ class PackedLayout:
     is_causal: bool  # whether rows are skipped or shared because positions attend only to earlier ones
     num_shared: int = 0  # positions that use the row of another example
     read: ReadRows | None = None  # None: the last layer runs all rows
-    before: RowsBefore | None = None  # None: all keys belong to rows of this forward
+    # Rows that another forward of the same update computed, and that precede segments of this forward, have the numbers
+    # from N on: index of each among their stored outputs of the last layer; 0: it is not read. None: no such rows.
+    before_A: Tensor | None = None
     _host: HostRows | None = None  # None: not made on the host
     calls: VarlenPlan | None = None  # None: attention runs group by group
     spans: tuple[Span, ...] = ()
@@ -139,11 +131,11 @@ class PackedLayout:
         ``before`` are the stored outputs (1, ..., D) of the rows before them.
         """
         is_short = self.read is not None and hidden_1ND.shape[1] != self.num_rows
-        if self.before is not None:
+        if self.before_A is not None:
             number_N = torch.arange(self.num_rows, device=row_R.device)
             if is_short and self.read is not None:
                 number_N = self.read.number_N
-            number_NA = torch.cat((number_N, hidden_1ND.shape[1] + self.before.hidden_A))
+            number_NA = torch.cat((number_N, hidden_1ND.shape[1] + self.before_A))
             return torch.cat((hidden_1ND, *before), 1)[:, number_NA.index_select(0, row_R)]
         if is_short and self.read is not None:
             row_R = self.read.number_N.index_select(0, row_R)
@@ -316,7 +308,7 @@ def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one w
         is_causal,
         num_shared,
         read,
-        RowsBefore(to_tensor(np.concatenate([*held.values()]), device)) if held else None,
+        to_tensor(np.concatenate([*held.values()]), device) if held else None,
         HostRows(row.reshape(size), computed.reshape(size)),
         _plan_calls(members, rows, rows, before, attends, device),
         tuple(Span(rows[number], segment.parent, segment.attends) for number, segment in enumerate(segments)),

@@ -46,7 +46,7 @@ from sparsebp_cli.backward.kind.packing.dropout import AdapterDropout
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows
 from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares
-from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+from sparsebp_cli.backward.kind.packing.layout import PackedLayout, make_layout
 from sparsebp_cli.backward.kind.packing.mixer import find_mixers
 from sparsebp_cli.backward.kind.packing.packed_model import PackedModel
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairPacking, is_pair
@@ -121,7 +121,7 @@ class PackingPlanner(PackedModel):
         self.last_layer: LastLayer | None = None  # None: it runs all rows
         self.shortens: bool | None = None  # whether the last layer runs only rows that are read; None: not tried yet
         self.given_labels: Tensor | None = None
-        self.layouts, self.scoring, self.dead = LastLayout(), Scoring(self), DeadExamples()
+        self.layouts, self.scoring, self.dead = LastLayout(make_layout), Scoring(self), DeadExamples()
         # The first comparison runs the plain step, which holds all logits. So the first batch may keep the logits of
         # its tiles, in case the script reads logits after each update.
         head, compares = None if self.pair is not None else self.head, policy.verify != "never"

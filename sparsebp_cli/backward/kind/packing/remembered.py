@@ -6,59 +6,36 @@ The module compares all values that determine a layout, so it needs no identity 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import final
+from collections.abc import Callable
+from typing import Generic, ParamSpec, final
 
 import numpy as np
-import torch
 
-from sparsebp_cli.backward.kind.packing.groups import Bools, Ints
-from sparsebp_cli.backward.kind.packing.layout import PackedLayout, make_layout
+from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+
+Facts = ParamSpec("Facts")
 
 
 @final
-class LastLayout:
-    """Makes layouts, and returns the last one again if the arguments are equal."""
+class LastLayout(Generic[Facts]):
+    """Makes layouts, and returns the last one again if the arguments are equal; they alone determine a layout."""
 
     reused: int
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[Facts, PackedLayout]) -> None:
+        self._make = make
         self.reused = 0  # number of times that the last layout was reused
-        self._facts: Mapping[str, object] = {}
+        self._facts: dict[object, object] = {}
         self._layout: PackedLayout | None = None
 
-    def make(  # noqa: PLR0913 - as of make_layout
-        self,
-        needed_BT: Bools,
-        token_BT: Ints | None,
-        position_BT: Ints,
-        device: torch.device,
-        *,
-        is_causal: bool,
-        place_BT: Ints,
-        alone_BT: Bools,
-        begins_BT: Bools | None,
-        read_BT: Bools | None,
-        most_read: float,
-    ) -> PackedLayout:
-        """Return the result of :func:`~sparsebp_cli.backward.kind.packing.layout.make_layout` for these arguments."""
-        # Compare all arguments: they alone determine a layout.
-        facts = {name: value for name, value in locals().items() if name != "self"}
-        if self._layout is not None and all(_same(value, self._facts[name]) for name, value in facts.items()):
+    def make(self, *args: Facts.args, **kwargs: Facts.kwargs) -> PackedLayout:
+        """Return the layout for these arguments."""
+        facts = dict[object, object]([*enumerate(args), *kwargs.items()])
+        is_same = facts.keys() == self._facts.keys() and all(_same(facts[name], self._facts[name]) for name in facts)
+        if self._layout is not None and is_same:
             self.reused += 1
             return self._layout
-        self._layout = make_layout(
-            needed_BT,
-            token_BT,
-            position_BT,
-            device,
-            is_causal=is_causal,
-            place_BT=place_BT,
-            alone_BT=alone_BT,
-            begins_BT=begins_BT,
-            read_BT=read_BT,
-            most_read=most_read,
-        )
+        self._layout = self._make(*args, **kwargs)
         # Copy, since an array may be a view of a caller's tensor, which changes in place.
         self._facts = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in facts.items()}
         return self._layout
