@@ -442,7 +442,7 @@ def _split(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
     rows_RHD = rows_1HND[0].transpose(0, 1)
     if group.padding is not None:
         rows_RHD = with_padding(rows_RHD, group.padding)
-    return rows_RHD.reshape(group.num_segments, group.length, *rows_RHD.shape[1:]).transpose(1, 2)
+    return rows_RHD.reshape(-1, group.length, *rows_RHD.shape[1:]).transpose(1, 2)
 
 
 def _before(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:

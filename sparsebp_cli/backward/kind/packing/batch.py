@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -181,12 +181,8 @@ class Counts:
     checks: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # batches that ran plainly, by the reason
 
-    compared: ClassVar[str] = "gradient"  # the compared quantity, for the report
-    plain_is_wrong: str = ""  # why the plain step is wrong; empty: no such finding
-
-    def judge(self, text: str) -> None:
-        """Record that in the plain step examples influence each other."""
-        self.plain_is_wrong = text
+    compared: str = "gradient"  # the compared quantity, for the report
+    plain_is_wrong: str = ""  # why the plain step is wrong, as examples influence each other; empty: no such finding
 
     def refuse(self, reason: str) -> None:
         """Count a batch in which no row can be skipped."""

@@ -151,10 +151,12 @@ class PackedForward(ForwardOverride, Passes):
         if batch is None:
             return self._run_whole(given, plain)
         try:
-            is_compared = not extension.find_failure(batch) and extension.must_verify(batch)
+            reason, is_probing = extension.comparisons.find_failure(batch), extension.engine.is_probing
+            is_compared = not reason and extension.comparisons.are_due(batch, is_probing=is_probing)
             if is_compared:
                 self._verify(batch, given)
-            if reason := extension.find_failure(batch):
+                reason = extension.comparisons.find_failure(batch)
+            if reason:
                 counts.refuse(reason)
                 return self._run_whole(given, plain)
             leaves = extension.head is not None or extension.stack is self._model  # the output goes to the script
@@ -340,8 +342,11 @@ class PackedForward(ForwardOverride, Passes):
             kwargs = dict(zip(argument_names(stack), args, strict=False)) | kwargs
             inside = {n: v for n, v in kwargs.items() if n not in {*BATCH, "attention_mask", "position_ids"}}
             with replace_forwards(_spread_first(stack, batch)):
-                output = extension.run_stack(
-                    batch, kwargs, lambda taken: call_module(stack, **inside | taken | {"return_dict": True})
+                output = extension.run_rows(
+                    batch.layout,
+                    kwargs,
+                    lambda taken: call_module(stack, **inside | taken | {"return_dict": True}),
+                    count_N=batch.count_N,
                 )
             states = spread_states(output, batch.layout)
             return replace(output, last_hidden_state=batch.layout.spread(output.last_hidden_state[0]), **states)
@@ -367,12 +372,17 @@ class PackedForward(ForwardOverride, Passes):
             index = rows.new_zeros(1)
         head = extension.head
         assert head is not None
-        target_BT, tiles = find_targets(given), self._start_tiles(batch, given, index)
+        target_BT = find_targets(given)
+        tiles = None if target_BT is None else self._start_tiles(batch, given, target_BT, index)
         forward = partial(run_head, head, head.__dict__.get("forward")) if tiles is None else tiles
         cut = partial(forward, partial(take, row_R=index))
         with replace_forwards([(head, cut)]):
-            output = extension.run_stack(
-                batch, given, lambda taken: call_module(self._model, **options | taken), before=before
+            output = extension.run_rows(
+                batch.layout,
+                given,
+                lambda taken: call_module(self._model, **options | taken),
+                before=before,
+                count_N=batch.count_N,
             )
         logits, kept = output.logits[0], given.get("logits_to_keep")
         spread_rows = {**spread_routers(output, batch.layout), **spread_states(output, batch.layout)}
@@ -400,7 +410,8 @@ class PackedForward(ForwardOverride, Passes):
     def _rows_before(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Sequence[KeptRows]:
         """Return the held rows that this batch shares with other micro-batches of its update. In a comparison, compute
         them for this batch alone."""
-        extension, update, number = self.extension, self.extension.update, batch.number
+        extension, number = self.extension, batch.number
+        update = None if number is None else extension.update
         if update is None or number is None:
             return ()
         head, device = extension.head, batch.layout.source_N.device
@@ -437,8 +448,8 @@ class PackedForward(ForwardOverride, Passes):
         """Return the rows (1, R, D) for the head."""
         outputs = [rows.hidden for rows in before if rows.hidden is not None]
         taken = batch.layout.take(hidden, row_R, outputs)
-        update = self.extension.update
-        if batch.number is not None and update is not None and torch.is_grad_enabled() and not self._is_comparing:
+        update = None if batch.number is None or self._is_comparing else self.extension.update
+        if update is not None and batch.number is not None and torch.is_grad_enabled():
             update.watch(batch.number, taken)
         return taken
 
@@ -453,10 +464,12 @@ class PackedForward(ForwardOverride, Passes):
         """Whether the running forward is a training forward, not a comparison or a probe."""
         return torch.is_grad_enabled() and not self._is_comparing and not self.extension.engine.is_probing
 
-    def _start_tiles(self, batch: PackedBatch, given: Mapping[str, Any], index_U: Tensor) -> TiledRun | None:
+    def _start_tiles(
+        self, batch: PackedBatch, given: Mapping[str, Any], target_BT: Tensor, index_U: Tensor
+    ) -> TiledRun | None:
         """Return a run of the head in tiles with the model's loss; None: use the plain head."""
-        extension, target_BT, place_R = self.extension, find_targets(given), batch.place_R
-        if target_BT is None or not len(place_R):
+        extension, place_R = self.extension, batch.place_R
+        if not len(place_R):
             return None
         keeps, reading = self._is_comparing or (self._trains and extension.tiles.was_read), extension.scoring.reading
         if not torch.is_grad_enabled():
@@ -530,7 +543,9 @@ class PackedForward(ForwardOverride, Passes):
 
         def run(shift_labels: Tensor) -> Any:
             run_model = partial(self.run_covered, self._model, **options, shift_labels=shift_labels)
-            return extension.run_stack(batch, given, lambda taken: run_model(**taken), before=before)
+            return extension.run_rows(
+                batch.layout, given, lambda taken: run_model(**taken), before=before, count_N=batch.count_N
+            )
 
         target_BT = find_targets(given)
         assert target_BT is not None

@@ -5,7 +5,6 @@ Shape letters: B examples, T positions, N computed rows.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -65,7 +64,7 @@ from sparsebp_cli.backward.kind.packing.scoring import Scoring
 from sparsebp_cli.backward.kind.packing.sequence import SEQUENCES, find_begins, find_needed, refuse_bounds
 from sparsebp_cli.backward.kind.packing.tiled_head import TiledHead
 from sparsebp_cli.backward.kind.packing.update import Collected, HeldRows, KeptRows, UpdatePlan
-from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check
+from sparsebp_cli.backward.kind.packing.verify import Check, Comparisons
 from sparsebp_cli.backward.kind.packing.weight import DeadExamples
 from sparsebp_cli.backward.patch.forward import (
     ForwardPatches,
@@ -113,8 +112,7 @@ class PackingPlanner(PackedModel):
         self.is_causal: bool | None = None  # whether attention is causal; None before the first forward
         self._rules: dict[tuple[bool, bool], AttentionRule] = {}  # by (uses a cache, uses checkpointing)
         self.counts, self.failure = Counts(), ""
-        self.failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly, with the failed comparison
-        self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
+        self.comparisons = Comparisons(policy.verify, self.counts)
         self.last: PackedBatch | None = None
         self._shares = find_shares(self._text, self.head)
         self.calls_of_layer = 1  # attention calls in one layer, counted in the last packed forward
@@ -165,6 +163,7 @@ class PackingPlanner(PackedModel):
         if rows is None:
             return None
         first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+        most_read = self.most_read
         layout = self.layouts.make(
             rows.needed_BT,
             rows.token_BT,
@@ -174,8 +173,8 @@ class PackingPlanner(PackedModel):
             place_BT=rows.place_BT,
             alone_BT=rows.alone_BT,
             begins_BT=rows.begins_BT,
-            read_BT=None if self.most_read is None or rows.balances or rows.states else rows.read_BT,
-            most_read=self.most_read or 0.0,
+            read_BT=None if most_read is None or rows.balances or rows.states else rows.read_BT,
+            most_read=most_read or 0.0,
         )
         batch = self._to_batch(rows, layout)
         head_rows = int(rows.read_BT.sum()) if self.head is not None else rows.needed_BT.size
@@ -302,7 +301,7 @@ class PackingPlanner(PackedModel):
     @property
     def update(self) -> UpdatePlan | None:
         """The plan of the current update, if any."""
-        return self._updates.get(self.engine.is_probing)
+        return self._updates.get(self.engine.is_probing) if self._updates else None
 
     def drop_update(self) -> None:
         """Delete the plan of an update."""
@@ -312,18 +311,19 @@ class PackingPlanner(PackedModel):
 
     def plan_of_update(self, inputs: Mapping[str, Any], read_BT: Bools | None) -> PackedBatch | None:
         """Return a forward's rows from the plan of its update; None without a plan, or if the forward is not in it."""
-        number = None if self.update is None else self.update.find(inputs)
-        if self.update is None or number is None:
+        update = self.update
+        number = None if update is None else update.find(inputs)
+        if update is None or number is None:
             return None
-        rows = self.update.batches[number].rows
+        rows = update.batches[number].rows
         read = rows.real_BT if read_BT is None else read_BT
         if (read & ~rows.read_BT).any() or self.returns_states(inputs):  # held rows do not store these outputs
-            self.update.withdraw(number)
+            update.withdraw(number)
             self._held.alone += 1
             return None
         first = next(inputs[name] for name in BATCH if inputs.get(name) is not None)
-        layout = self.update.arrange(number, first.device, self.most_read)
-        held = [self.update.held[segment] for segment in self.update.held_of(number)]
+        layout = update.arrange(number, first.device, self.most_read)
+        held = [update.held[segment] for segment in update.held_of(number)]
         opened = sum(one.size for one in held if one.users[0] == number)
         layout = replace(layout, num_shared=layout.num_shared - opened)
         return replace(self._to_batch(replace(rows, read_BT=read), layout), number=number, opened=opened)
@@ -339,8 +339,8 @@ class PackingPlanner(PackedModel):
             self._ran_plainly.append((size[0], size[1]))
 
     def _is_expected(self) -> bool:
-        is_same = self._expects_probe == self.engine.is_probing
-        return is_same and len(self._ran) + len(self._ran_plainly) < self._num_expected
+        num_ran = len(self._ran) + len(self._ran_plainly)
+        return num_ran < self._num_expected and self._expects_probe == self.engine.is_probing
 
     def add_held(self, layout: PackedLayout) -> None:
         """Record held rows, which ran before the batches that share them."""
@@ -349,7 +349,8 @@ class PackingPlanner(PackedModel):
     @override
     def finish_pass(self) -> None:
         """Run the backward of held rows after the backward of their last micro-batch."""
-        if self.update is not None and self.update.finish():
+        update = self.update
+        if update is not None and update.finish():
             self.drop_update()
 
     def find_examples(self, inputs: dict[str, Any]) -> Examples:
@@ -411,30 +412,10 @@ class PackingPlanner(PackedModel):
         needed[empty, np.where(real_BT[empty].any(1), real_BT[empty].argmax(1), 0)] = True
         return needed & ~alone_BT
 
-    def must_verify(self, batch: PackedBatch) -> bool:
-        """Return whether to compare this batch with the plain step."""
-        # A probe does not measure comparisons, since they happen in few steps.
-        if self.policy.verify == "never" or (self.engine.is_probing and self.policy.verify != "always"):
-            return False
-        if self.policy.verify == "always":
-            return True
-        size, seen = batch.layout.shape, self._seen.get(batch.signature, (0, 0))
-        self._seen[batch.signature] = (max(size[0], seen[0]), max(size[1], seen[1]))
-        return size[0] > seen[0] or size[1] > seen[1] or self._is_drawn()
-
-    def _is_drawn(self) -> bool:
-        """Return whether to compare a batch of a known kind again: one of 200, drawn by its number."""
-        # A separate generator, since the global one belongs to the training.
-        return random.Random(self.counts.packed).random() < AGAIN
-
     def note(self, check: Check | None = None, batch: PackedBatch | None = None) -> None:
         """Write the counts and the result of a batch's comparison into the report."""
         if check is not None:
-            self.counts.checks += 1
-            if check.guilty == "plain":
-                self.counts.judge(check.describe())
-            else:
-                self.counts.error = max(self.counts.error, check.error)
+            self.comparisons.count(check)
             if not check.passed and batch is not None:
                 self.refuse(batch, check.describe())
         if not self.trains:
@@ -445,37 +426,16 @@ class PackingPlanner(PackedModel):
         if self.policy.prefixes == "update" and not self.failure:
             self.engine.notes["packing of updates"] = self._held.describe()
 
-    def find_failure(self, batch: PackedBatch) -> str:
-        """Return why a comparison of this kind of batch failed; empty: none failed."""
-        # Reading the signature waits for the device, so do it only after a failed comparison.
-        return self.failed.get(batch.signature, "") if self.failed else ""
-
     def refuse(self, batch: PackedBatch, reason: str) -> None:
         """Run batches of this kind plainly. With ``prefixes: update`` run all plainly, since batches share rows."""
         if self.policy.prefixes == "update":
             self.failure = f"{reason}: the plain step is used from here on"
-        self.failed[batch.signature] = reason
+        self.comparisons.failed[batch.signature] = reason
 
     def count(self, batch: PackedBatch, counts: Counts) -> None:
         """Count a packed batch, with the rows that the head and the last layer ran."""
         read = batch.layout.read if self.shortens else None
         counts.add(batch, 0 if self.head is None else count_rows(batch), None if read is None else len(read.row_M))
-
-    def run_stack(
-        self,
-        batch: PackedBatch,
-        inputs: Mapping[str, Any],
-        run: Callable[[dict[str, Any]], Any],
-        *,
-        shortens: bool | None = None,
-        before: Sequence[KeptRows] = (),
-    ) -> Any:
-        """Call ``run`` with the base model's arguments for the rows of a batch.
-
-        ``shortens``: whether the last layer runs only rows that are read; None: if a test showed that this is right.
-        ``before`` are rows that other micro-batches of the update computed.
-        """
-        return self.run_rows(batch.layout, inputs, run, shortens=shortens, before=before, count_N=batch.count_N)
 
     def run_rows(
         self,
@@ -488,8 +448,13 @@ class PackingPlanner(PackedModel):
         keeps: Collected | None = None,
         count_N: Tensor | None = None,
     ) -> Any:
-        """Call ``run`` for the rows of a layout, like :meth:`run_stack`. ``keeps`` collects their keys and values.
-        ``count_N`` is the number of positions of each row; None: one."""
+        """Call ``run`` with the base model's arguments for the rows of a layout.
+
+        ``shortens``: whether the last layer runs only rows that are read; None: if a test showed that this is right.
+        ``before`` are rows that other micro-batches of the update computed. ``keeps`` collects keys and values of the
+        rows. ``count_N`` is the number of positions of each row; None: one.
+        """
+        names = argument_names(self.model)
         taken: dict[str, Any] = {
             name: inputs[name].flatten(0, 1).index_select(0, layout.source_N)[None]
             for name in BATCH
@@ -499,7 +464,7 @@ class PackingPlanner(PackedModel):
         # If it receives a mask, transformers does not search the position numbers for packed examples.
         count_N = torch.ones_like(layout.position_N) if count_N is None else count_N
         taken["attention_mask"] = count_N[None]
-        taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
+        taken = {name: value for name, value in taken.items() if name in names}
         taken |= {LAYOUT: layout} if self.mixers else {}
         short, keys = bool(self.shortens) if shortens is None else shortens, [rows.keys for rows in before]
         with packed(layout, shortens=short, before=keys, keeps=keeps) as state:

@@ -10,13 +10,12 @@ Shape letters: B examples, T positions.
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, SHIFTED, STAT
 from sparsebp_cli.backward.kind.packing.head import kept_columns
 from sparsebp_cli.backward.kind.packing.output import defer_values
 from sparsebp_cli.backward.kind.packing.packed_model import PackedModel
-from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check, compare_outputs
+from sparsebp_cli.backward.kind.packing.verify import Check, Comparisons, compare_outputs
 from sparsebp_cli.backward.observe.internals import find_hook
 from sparsebp_cli.errors import UnsupportedError
 
@@ -51,13 +50,6 @@ class Reading:
 
     labels: Tensor | None  # for forwards without labels; None: the script reads all positions but padding
     reads: Reads
-
-
-@dataclass
-class ScoringCounts(Counts):
-    """Positions of all batches without gradient so far."""
-
-    compared: ClassVar[str] = "outputs"
 
 
 class Passes(ABC):
@@ -84,19 +76,18 @@ class Passes(ABC):
 class Scoring:
     """The forwards without gradient of one packed model."""
 
-    counts: ScoringCounts
+    counts: Counts
     reading: Reading | None
     topic: str
     is_paused: bool
 
     def __init__(self, extension: PackedModel, topic: str = NOTE) -> None:
         self._extension, self.topic = extension, topic
-        self.counts = ScoringCounts()
+        self.counts = Counts(compared="outputs")
         self.reading = None  # None outside of engine.scoring()
         self.is_paused = False
         self._stopped = ""  # why forwards with labels run plainly from now on
-        self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly, with the failed comparison
+        self._comparisons = Comparisons(extension.policy.verify, self.counts)
 
     @contextmanager
     def reading_by(self, labels: Tensor | None, reads: Reads) -> Iterator[None]:
@@ -155,19 +146,18 @@ class Scoring:
                 "positions"
             )
         batch = passes.find_batch(given, self.counts, labels)
-        if batch is None:
-            self.counts.add_plain(first.shape[:2].numel())
-            self.note()
-            return plain()
-        if reason := self._failed.get(batch.signature):
-            self.counts.refuse(reason)
+        if batch is None or (reason := self._comparisons.find_failure(batch)):
+            if batch is not None:
+                self.counts.refuse(reason)
             self.counts.add_plain(first.shape[:2].numel())
             self.note()
             return plain()
         try:
             output = passes.compute(batch, renew(given))
             # The returned values must not depend on a comparison, since a resumed run compares other batches.
-            if self._must_compare(batch) and not self._passes(batch, given, passes, output):
+            more = extension.model.training, _adapters_of(extension.model)  # compare again after a change of adapters
+            is_due = self._comparisons.are_due(batch, *more, is_probing=extension.engine.is_probing)
+            if is_due and not self._passes(batch, given, passes, output):
                 return plain()
         except LooksAheadError:
             if extension.is_causal is False:
@@ -211,21 +201,6 @@ class Scoring:
 
         return run
 
-    def _must_compare(self, batch: PackedBatch) -> bool:
-        """Return whether to compare this batch with the plain forward: by the rule for training batches, and again
-        after adapters were switched on or off."""
-        extension = self._extension
-        verify = extension.policy.verify
-        if verify == "never" or (extension.engine.is_probing and verify != "always"):
-            return False
-        if verify == "always":
-            return True
-        key = (*batch.signature, extension.model.training, _adapters_of(extension.model))
-        size, seen = batch.layout.shape, self._seen.get(key, (0, 0))
-        self._seen[key] = (max(size[0], seen[0]), max(size[1], seen[1]))
-        # A separate generator, since the global one belongs to the training.
-        return size[0] > seen[0] or size[1] > seen[1] or random.Random(self.counts.packed).random() < AGAIN
-
     def _passes(self, batch: PackedBatch, given: dict[str, Any], passes: Passes, packed: Any) -> bool:
         """Compare an output with the plain forward; return whether it can be used."""
         extension = self._extension
@@ -236,13 +211,9 @@ class Scoring:
             check = compare_outputs(extension.model, rows, partial(passes.run_plain, **renew(given)), packed)
             if not check.passed and extension.pair is None:
                 check = passes.decide(check, given)
-        self.counts.checks += 1
-        if check.guilty == "plain":
-            self.counts.judge(check.describe())
-        else:
-            self.counts.error = max(self.counts.error, check.row_error)
+        self._comparisons.count(check)
         if not check.passed:
-            self._failed[batch.signature] = check.describe()
+            self._comparisons.failed[batch.signature] = check.describe()
             self.counts.refuse(check.describe())
             self.counts.add_plain(rows.numel())
             self.note()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isnan
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparsebp_cli.backward.kind.packing.batch import Counts, PackedBatch
 from sparsebp_cli.backward.kind.packing.head import states_of
 
 # Relative errors of the whole gradient that rounding explains, by the coarsest dtype in the computation. Wrong masks or
@@ -78,6 +80,47 @@ class Check:
             f"an output that the loss reads differs from the plain one by {self.row_error:.1e}, but rounding explains "
             f"only {self.row_limit:.0e}"
         )
+
+
+@final
+class Comparisons:
+    """The batches that are compared with the plain forward, and the kinds of batches for which it was not the same.
+
+    ``verify`` is the policy's option. ``counts`` gets the number of comparisons and the largest error.
+    """
+
+    failed: dict[tuple[bool, ...], str]
+
+    def __init__(self, verify: Literal["never", "first", "always"], counts: Counts) -> None:
+        self._verify, self._counts = verify, counts
+        self.failed = {}  # kinds of batches that run plainly, with the failed comparison
+        self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def are_due(self, batch: PackedBatch, *more: object, is_probing: bool) -> bool:
+        """Return whether to compare a batch: the first and any larger one of its kind, by its signature and ``more``,
+        and one of 200, drawn by its number."""
+        # A probe does not measure comparisons, since they happen in few steps.
+        if self._verify != "first" or is_probing:
+            return self._verify == "always"
+        key, size = (*batch.signature, *more), batch.layout.shape
+        seen = self._seen.get(key, (0, 0))
+        self._seen[key] = (max(size[0], seen[0]), max(size[1], seen[1]))
+        # A separate generator, since the global one belongs to the training.
+        return size[0] > seen[0] or size[1] > seen[1] or random.Random(self._counts.packed).random() < AGAIN
+
+    def find_failure(self, batch: PackedBatch) -> str:
+        """Return why a comparison of this kind of batch failed; empty: none failed."""
+        # Reading the signature waits for the device, so do it only after a failed comparison.
+        return self.failed.get(batch.signature, "") if self.failed else ""
+
+    def count(self, check: Check) -> None:
+        """Count a comparison."""
+        self._counts.checks += 1
+        if check.guilty == "plain":
+            self._counts.plain_is_wrong = check.describe()
+        else:
+            error = check.error if check.compared == "gradient" else check.row_error
+            self._counts.error = max(self._counts.error, error)
 
 
 def compare_passes(
