@@ -53,13 +53,11 @@ class FixedKV(StandInKV):
         return self.keys, self.values
 
 
-def skip_outputs(
-    core: nn.Module, names: Iterable[str], *, one_head: bool = True
-) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+def skip_outputs(core: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
     """Return replacements that skip the computation of an attention's children whose output is not needed.
 
-    Linears return zeros, norms their input. With ``one_head`` the zeros have the width of one head, for attentions that
-    accept any number of heads. Pass the result to :func:`~sparsebp_cli.backward.patch.forward.replace_forwards`.
+    Linears return zeros, norms their input. Pass the result to
+    :func:`~sparsebp_cli.backward.patch.forward.replace_forwards`.
     """
     skipped: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo clamps them in place
@@ -68,8 +66,6 @@ def skip_outputs(
         if module is None:  # the layout lists modules of several variants, and this attention lacks one
             continue
         width = getattr(module, "nf", getattr(module, "out_features", None))
-        if width is not None and one_head:
-            width = getattr(core, "head_dim", width)
         skipped.append((module, _same if width is None else partial(_zeros, width, is_written=clips)))
     return skipped
 

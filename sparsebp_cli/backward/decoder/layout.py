@@ -28,9 +28,6 @@ class AttentionLayout:
             computes queries, keys and values.
         key_value: Children that compute keys or values, or the one linear that computes all three.
         cache: The argument of ``forward`` with the key/value cache, if it has neither of transformers' names.
-        some_queries: Whether its forward can compute the queries of only some positions. It cannot if it takes their
-            number from its own input; then the whole attention is recomputed.
-        any_heads: Whether its forward accepts queries of any number of heads.
         bias: The argument of ``forward`` with a bias for each key, such as ALiBi's; None: no bias. Its shape is
             (examples * heads, 1, positions) or (examples, heads, 1, positions).
         is_one_bias: Whether all examples share that bias, (heads, 1, positions). The attention uses its last positions.
@@ -43,7 +40,7 @@ class AttentionLayout:
     query: tuple[str, ...]
     key_value: tuple[str, ...]
     cache: str = CACHE_NAMES[0]
-    some_queries: bool = True
+    some_queries: bool = True  # this one and the next of 0.5 have no effect; the next release removes them
     any_heads: bool = True
     bias: str | None = None
     is_one_bias: bool = False
@@ -129,7 +126,6 @@ def find_attention(
 
 _SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"))
 _WIDE_NORMS = AttentionLayout(("q_proj", "q_norm"), ("k_proj", "v_proj", "k_norm"))  # norms over all heads together
-_FIXED_HEADS = AttentionLayout(("q_proj",), ("k_proj", "v_proj"), any_heads=False)
 _PRE_NORM = (
     BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_SEPARATE),
     BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
@@ -160,15 +156,13 @@ _EXPERTS = (  # the core "block_sparse_moe", and an MLP that every position goes
     BranchLayout("block_sparse_moe", None, "post_attention_layernorm"),
     BranchLayout("shared_mlp", "output_linear", "post_attention_layernorm"),
 )
-_LOOSE_MLP = (BranchLayout("self_attn", "out_proj", "self_attn_layer_norm", attention=_FIXED_HEADS),)
+_LOOSE_MLP = (BranchLayout("self_attn", "out_proj", "self_attn_layer_norm", attention=_SEPARATE),)
 _LATENT = (  # the cache contains latents and rotated parts of keys
     BranchLayout(
         "self_attn",
         "o_proj",
         "input_layernorm",
-        attention=AttentionLayout(
-            ("q_proj", "q_a_proj", "q_b_proj"), ("kv_a_proj_with_mqa",), any_heads=False, expands=("kv_b_proj",)
-        ),
+        attention=AttentionLayout(("q_proj", "q_a_proj", "q_b_proj"), ("kv_a_proj_with_mqa",), expands=("kv_b_proj",)),
     ),
     _PRE_NORM[1],
 )
@@ -208,6 +202,7 @@ _PRE_NORM_LAYERS = (
     "SeedOssDecoderLayer",
     "SmolLM3DecoderLayer",
     "SolarOpenDecoderLayer",
+    "StableLmDecoderLayer",
 )
 _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     **dict.fromkeys(_PRE_NORM_LAYERS, _PRE_NORM),
@@ -302,15 +297,6 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("self_attn", "dense", "input_layernorm", attention=AttentionLayout((), ("query_key_value",))),
         BranchLayout("mlp", "dense_4h_to_h", "post_attention_layernorm"),
     ),
-    "StableLmDecoderLayer": (
-        BranchLayout(
-            "self_attn",
-            "o_proj",
-            "input_layernorm",
-            attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), some_queries=False),
-        ),
-        BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
-    ),
     "Starcoder2DecoderLayer": (
         _PRE_NORM[0],
         BranchLayout("mlp", "c_proj", "post_attention_layernorm"),
@@ -333,7 +319,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
             "attn.attention",
             "out_proj",
             "ln_1",
-            attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), "layer_past", any_heads=False, window="bias"),
+            attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), "layer_past", window="bias"),
         ),
         BranchLayout("mlp", "c_proj", "ln_2"),
     ),

@@ -104,7 +104,7 @@ class LastLayer(ForwardOverride):
 
     def _skip(self, stack: ExitStack, names: Sequence[str]) -> None:
         if self.skips and self._core is not None:
-            stack.enter_context(replace_forwards(skip_outputs(self._core, names, one_head=False)))
+            stack.enter_context(replace_forwards(skip_outputs(self._core, names)))
 
     def __reduce_ex__(self, _: object) -> Any:
         """Pickle as the plain forward of a layer of a model that is not packed."""

@@ -195,7 +195,7 @@ class LayerRun:
         if self.dropped is not None:
             keys, values = ConcatKV(self._capture_dropped).update(keys, values)
         skipped = () if self.layer.attention.fused else self.layer.attention.key_value
-        with replace_forwards(skip_outputs(self.layer.core, skipped, one_head=False)):
+        with replace_forwards(skip_outputs(self.layer.core, skipped)):
             return self._call(
                 trained.take(hidden_BKD), self._restrict(self.views.trained_positions), FixedKV(keys, values)
             )
@@ -225,7 +225,7 @@ class LayerRun:
 
     def _capture(self, hidden: Tensor, view: AttentionView) -> KeysValues:
         """Return keys and values of some rows, without running the rest of the layer."""
-        with replace_forwards(skip_outputs(self.layer.core, self.layer.attention.query, one_head=False)):
+        with replace_forwards(skip_outputs(self.layer.core, self.layer.attention.query)):
             try:
                 self._call(hidden, self._restrict(view), RecordKV())
             except RecordedKV as captured:
