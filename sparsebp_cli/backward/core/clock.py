@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import distributed
-from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
@@ -36,7 +35,9 @@ class Clock:
     ) -> None:
         self.index = self.micro_batch = self.draw = self.num_draws = 0
         self._seed, self._num_steps, self._on_advance, self._on_end = seed, num_steps, on_advance, on_end
-        self._hook = None if optimizer is None else _register_step_hook(optimizer, self._advance)
+        self._hook = None
+        if optimizer is not None:
+            self._hook = bare_optimizer(optimizer).register_step_post_hook(self._advance)
 
     @property
     def follows_optimizer(self) -> bool:
@@ -95,8 +96,9 @@ def _current_rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper skips steps while accumulating
+def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside accelerate's wrapper, whose steps do nothing while accumulating."""
+    inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    return inner.register_step_post_hook(hook)
+    return inner

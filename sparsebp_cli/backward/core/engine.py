@@ -61,7 +61,6 @@ class Engine:
     states: PolicyStates
     enabled: bool
     notes: dict[str, str]
-    leaves_out: bool
     eager: PassRunner | None
 
     def __init__(  # noqa: PLR0913 - what attach puts together
@@ -83,7 +82,6 @@ class Engine:
         self._clock = Clock(optimizer, seed, num_steps, self._start_step, self.states.end_step)
         self.reference, self.extensions = reference, tuple(extensions)
         self.enabled, self.notes = True, dict[str, str]()
-        self.leaves_out = False  # whether any forward has skipped positions or examples so far
         self.forward: ShortForward | None = None  # the current forward, if it skips positions or examples
         self.dense_rows: int | None = None  # B*T of the last batch in which a compiled graph ran only some positions
         # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
@@ -329,7 +327,7 @@ class Engine:
         Yields:
             None: While the forward runs.
         """
-        outer, self.leaves_out = self.forward, True
+        outer = self.forward
         self.forward = ShortForward(num_rows, scale * (1.0 if outer is None else outer.scale))
         try:
             yield

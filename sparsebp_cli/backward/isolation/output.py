@@ -29,7 +29,6 @@ class ExampleOutputs:
         self._name: str | None = None  # name of the compared values; None: not chosen yet
         self._is_flat = False  # whether rows and positions share an axis
         self._has_positions = False
-        self._alone: dict[int, dict[str, Tensor]] = {}
 
     def of_one(self, number: int) -> Tensor:
         """Run an example alone, and return its values."""

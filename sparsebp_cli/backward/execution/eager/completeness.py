@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparsebp_cli.backward.observe.graph import LEAF
+from sparsebp_cli.backward.observe.internals import variable_of
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-_LEAF = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunction"  # PyTorch's class; DeepSpeed's and fairscale's classes contain the same name
 
 _Use = tuple[int, bool]  # the parameter's id, and whether a graph is recorded
@@ -104,8 +106,8 @@ def read_graph(loss: Tensor) -> GraphSummary:
         for child, _ in node.next_functions:
             if child is None:
                 continue
-            if child.name() == _LEAF:
-                own.add(cast("Any", child).variable)
+            if child.name() == LEAF:
+                own.add(variable_of(child))
             elif child not in seen:
                 seen.add(child)
                 waiting.append(child)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparsebp_cli.backward.core.clock import bare_optimizer
 from sparsebp_cli.errors import UnsupportedError
 
 
@@ -26,10 +27,8 @@ class PerParameterStep:
     optimizer: torch.optim.Optimizer
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        self.optimizer, self._step = inner, bare_step(inner)
+        self.optimizer = bare_optimizer(optimizer)
+        self._step = bare_step(self.optimizer)
         self._group_of: dict[Tensor, int] = {}
         self._options: list[dict[str, object]] = []
         self._after: dict[int, dict[str, object]] = {}

@@ -133,7 +133,6 @@ class PackedBatch:
     facts: BatchFacts | None = field(default=None, kw_only=True)  # None for an encoder-decoder
     count_N: Tensor | None = field(default=None, kw_only=True)  # positions of each row, if a loss balances experts
     number: int | None = field(default=None, kw_only=True)  # number of the micro-batch in its update's plan
-    opened: int = field(default=0, kw_only=True)  # rows shared with other micro-batches that run before it
 
     @cached_property
     def head_rows(self) -> tuple[Ints, Ints]:

@@ -326,7 +326,7 @@ class PackingPlanner(PackedModel):
         held = [update.held[segment] for segment in update.held_of(number)]
         opened = sum(one.size for one in held if one.users[0] == number)
         layout = replace(layout, num_shared=layout.num_shared - opened)
-        return replace(self._to_batch(replace(rows, read_BT=read), layout), number=number, opened=opened)
+        return replace(self._to_batch(replace(rows, read_BT=read), layout), number=number)
 
     def add_run(self, batch: PackedBatch) -> None:
         """Record a batch, if it belongs to the update that :meth:`expect` announced."""
