@@ -72,7 +72,6 @@ def weight_of(module: nn.Module) -> Tensor:
 class WeightLayout(WeightProduct):
     """How a linear layer stores its weight and multiplies."""
 
-    output_dim: int  # the dimension of the weight that is O
     replaces: ClassVar[bool] = False  # whether this form also runs without an active policy, with the same results
     is_quantized: ClassVar[bool] = False  # whether the weight is frozen, and must be restored before multiplication
 
@@ -106,10 +105,6 @@ class WeightLayout(WeightProduct):
     def restore(self, weight: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - of quantised weights
         """Return the weight for a product. Restore a quantised weight in the given dtype."""
         return weight
-
-    @abstractmethod
-    def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
-        """Return the weight's gradient in the layout of the weight."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +140,6 @@ class LinearCost(SplitCost):
         return self.form.share(selection, budget)
 
 
-@final
 class LinearLayout(WeightLayout):
     """``torch.nn.Linear``: the weight is (O, D)."""
 
@@ -179,22 +173,12 @@ class Conv1DLayout(WeightLayout):
 
 
 @final
-class MatmulLayout(WeightLayout):
-    """A subclass of ``torch.nn.Linear`` that adds its bias after the product, such as Falcon's: the weight is (O,
-    D).
-    """
-
-    output_dim = 0
+class MatmulLayout(LinearLayout):
+    """A subclass of ``torch.nn.Linear`` that adds its bias after the product, such as Falcon's."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = x @ weight.T
         return output if bias is None else output + bias
-
-    def by_output(self, weight: Tensor) -> Tensor:
-        return weight
-
-    def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
-        return grad_NO.t().mm(x_ND)
 
 
 Backward = Callable[[Any, Tensor | None], tuple[Tensor | None, ...]]
@@ -279,7 +263,25 @@ def differentiate(
     x_ND = read_ND if needs.wgrad else None
     selection = decider.decide(grad_NO, grad.shape[:-1], num_inputs, needs, read_ND)
     if isinstance(selection, Split):
-        return _split(decider, grad.shape, grad_NO, x_ND, weight, selection, needs, order)
+        return _split(decider, grad_NO.view(grad.shape), x_ND, weight, selection, needs, order)
+    dgrad, wgrad, bias_grad = _multiply(decider, grad, x_ND, weight, selection, needs, order)
+    if unpack is not None:  # then the policy selects nothing
+        saved = unpack()
+        wgrad = Saved.multiply(saved, form, grad_NO) if decider.reference else saved.multiply(form, grad_NO)
+    return dgrad, wgrad, bias_grad
+
+
+def _multiply(
+    decider: SelectionSource,
+    grad: Tensor,
+    x_ND: Tensor | None,
+    weight: Tensor | None,
+    selection: Selection | None,
+    needs: Needs,
+    order: Order,
+) -> Gradients:
+    """Multiply the selected part of a gradient; multiply densely without a selection or a fast kernel."""
+    form, grad_NO = decider.form, grad.reshape(-1, grad.shape[-1])
     if selection is not None:
         gradients = None
         if not decider.reference:
@@ -290,37 +292,23 @@ def differentiate(
         grad = grad_NO.view(grad.shape)  # else keep the strides of `grad`, which determine the order of sums
     dgrad = None if weight is None else _dense_dgrad(grad, form.by_output(weight), order)
     wgrad = None if x_ND is None else form.wgrad(grad_NO, x_ND)
-    if unpack is not None:
-        saved = unpack()
-        wgrad = Saved.multiply(saved, form, grad_NO) if decider.reference else saved.multiply(form, grad_NO)
     return dgrad, wgrad, _dense_bias_grad(grad, order) if needs.bias else None
 
 
 def _split(
     decider: SelectionSource,
-    shape: torch.Size,
-    grad_NO: Tensor,
+    grad: Tensor,
     x_ND: Tensor | None,
     weight: Tensor | None,
     split: Split,
     needs: Needs,
     order: Order,
 ) -> Gradients:
-    """Multiply the selection of each product; multiply densely without a selection or a fast kernel."""
+    """Multiply the selection of each product."""
 
     def multiply(selection: Selection | None, part: Needs) -> Gradients:
         x_part, weight_part = x_ND if part.wgrad else None, weight if part.dgrad else None
-        if selection is not None and not decider.reference:
-            gradients = run_kernel(decider.form, grad_NO, x_part, weight_part, selection, part)
-            if gradients is not None:
-                return gradients
-        masked_NO = grad_NO if selection is None else selection.apply(grad_NO)
-        dense = masked_NO.view(shape)
-        return (
-            None if weight_part is None else _dense_dgrad(dense, decider.form.by_output(weight_part), order),
-            None if x_part is None else decider.form.wgrad(masked_NO, x_part),
-            _dense_bias_grad(dense, order) if part.bias else None,
-        )
+        return _multiply(decider, grad, x_part, weight_part, selection, part, order)
 
     dgrad, _, _ = multiply(split.dgrad, Needs(needs.dgrad, False, False))
     _, wgrad, bias_grad = multiply(split.wgrad, Needs(False, needs.wgrad, needs.bias and not split.full_bias))
