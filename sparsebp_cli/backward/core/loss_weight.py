@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 LOSS_WEIGHT = "loss_weight"  # the column, (B, T): the weight of each label
-IGNORED = -100
+IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
 
 
 class LossWeights:
@@ -145,11 +145,6 @@ def forward_weights(model: nn.Module) -> Tensor | None:
     """Return the weights, (B, T), of the labels in the running forward; None in a forward without weights."""
     function: object = getattr(model, "loss_function", None)
     return function.weight_BT if isinstance(function, WeightedLoss) else None
-
-
-def has_weights(model: nn.Module) -> bool:
-    """Return whether the running forward has weights."""
-    return isinstance(getattr(model, "loss_function", None), WeightedLoss)
 
 
 def has_causal_loss(model: nn.Module) -> bool:

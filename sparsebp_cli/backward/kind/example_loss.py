@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsebp_cli.backward.kind.score.scorer import IGNORED
+from sparsebp_cli.backward.core.loss_weight import IGNORED
 from sparsebp_cli.errors import UnsupportedError
 
 # Allowed relative difference between the model's loss and the loss of its logits. It covers orders of a sum, and logits

@@ -10,7 +10,6 @@ from __future__ import annotations
 from torch import nn
 
 ARGUMENT = "fused_lm_head"
-IGNORED = -100  # the label of no target
 
 
 def has_fused_head(model: nn.Module) -> bool:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.given import Given
+from sparsebp_cli.backward.core.loss_weight import IGNORED
 from sparsebp_cli.backward.decoder.decoder import argument_names
-from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.balance import balances_experts
 from sparsebp_cli.backward.kind.packing.batch import Counts, read_mask, read_positions
 from sparsebp_cli.backward.kind.packing.extension import PackingExtension

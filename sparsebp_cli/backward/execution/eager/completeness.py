@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsebp_cli.backward.observe.graph import LEAF
-from sparsebp_cli.backward.observe.internals import variable_of
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -107,7 +106,7 @@ def read_graph(loss: Tensor) -> GraphSummary:
             if child is None:
                 continue
             if child.name() == LEAF:
-                own.add(variable_of(child))
+                own.add(cast("Any", child).variable)
             elif child not in seen:
                 seen.add(child)
                 waiting.append(child)

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
+from sparsebp_cli.backward.core.loss_weight import IGNORED, LOSS_WEIGHT
 from sparsebp_cli.backward.decoder.decoder import argument_names
-from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, to_tensor
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 

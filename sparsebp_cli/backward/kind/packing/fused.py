@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.kind.fused_head import IGNORED
+from sparsebp_cli.backward.core.loss_weight import IGNORED
 from sparsebp_cli.backward.kind.packing.batch import PackedBatch
 from sparsebp_cli.backward.kind.packing.loss import labels_at
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.core.loss_weight import check_causal_loss, forward_weights, weights_at
-from sparsebp_cli.backward.kind.fused_head import IGNORED
+from sparsebp_cli.backward.core.loss_weight import IGNORED, check_causal_loss, forward_weights, weights_at
 
 
 def run_loss(model: Any, logits_RV: Tensor, target_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.loss_weight import IGNORED
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.across import PackedMemory
 from sparsebp_cli.backward.kind.packing.attention import packed
 from sparsebp_cli.backward.kind.packing.batch import PackedBatch, to_place

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from sparsebp_cli.backward.core.loss_weight import IGNORED
 from sparsebp_cli.backward.patch.forward import replace_forwards
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Score
 
 MOST_LOGITS = 1 << 24  # largest number of logits at a time: 64 MiB in float32
-IGNORED = -100
 _LABELS = ("labels", "num_items_in_batch", "shift_labels")
 
 

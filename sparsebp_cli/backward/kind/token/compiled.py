@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.loss_weight import IGNORED
 from sparsebp_cli.backward.decoder.kv_cache import StandInKV, is_filled
 from sparsebp_cli.backward.kind.token.loss import loss_function_of
-from sparsebp_cli.backward.kind.token.row_plan import IGNORED, PositionMask, find_needed
+from sparsebp_cli.backward.kind.token.row_plan import PositionMask, find_needed
 from sparsebp_cli.backward.kind.token.rows import AttentionArgs
 from sparsebp_cli.backward.kind.transfer import upload
 from sparsebp_cli.backward.linear.compiled import UNSAFE, register, require_site

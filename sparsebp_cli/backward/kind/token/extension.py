@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
-from sparsebp_cli.backward.core.loss_weight import calls_loss_function, has_causal_loss, has_weights
+from sparsebp_cli.backward.core.loss_weight import calls_loss_function, forward_weights, has_causal_loss
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.kind.model_output import with_changes
@@ -147,7 +147,8 @@ class TokenExtension(EngineExtension):
         """Return whether a forward with these arguments can be one graph."""
         if self.policy.mode != "detach" or self.policy.needs or self.given:
             return False
-        if not (self.graph.fits and calls_loss_function(self.decoder.model)) or has_weights(self.decoder.model):
+        model = self.decoder.model
+        if not (self.graph.fits and calls_loss_function(model)) or forward_weights(model) is not None:
             return False
         if not has_causal_loss(self.decoder.model):  # the loss was replaced; the eager forward raises an error
             return False

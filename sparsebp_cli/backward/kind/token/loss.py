@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.loss_weight import check_causal_loss, has_causal_loss, weights_at
+from sparsebp_cli.backward.core.loss_weight import IGNORED, check_causal_loss, has_causal_loss, weights_at
 from sparsebp_cli.backward.kind.token.layers import no_graph
-from sparsebp_cli.backward.kind.token.row_plan import IGNORED, PositionMask, RowPlan
+from sparsebp_cli.backward.kind.token.row_plan import PositionMask, RowPlan
 from sparsebp_cli.backward.kind.transfer import upload
 from sparsebp_cli.backward.patch.boundary import fill
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards

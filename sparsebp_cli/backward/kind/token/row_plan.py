@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sparsebp_cli.backward.core.loss_weight import IGNORED
 from sparsebp_cli.backward.kind.token.rows import RowNumbers
 from sparsebp_cli.backward.kind.transfer import upload
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.token import TokenChoice, TokenMode
-
-IGNORED = -100  # the label of a position without target, as in PyTorch's cross entropy
 
 
 @dataclass(frozen=True)
