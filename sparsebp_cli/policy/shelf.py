@@ -58,9 +58,11 @@ REMOVED_OPTIMIZERS = {"muon": "use adamw; torch.optim.Muon takes matrices only, 
 # Public names of `sparsebp_cli.policy` in 0.5, and the modules of sparsebp-shelf that have them.
 HOMES = {
     **dict.fromkeys(("BlockDropper", "DropDraw", "ResidualBlock"), "sparsebp_shelf.block"),
-    **dict.fromkeys(("ExampleSelector", "KeptExamples", "WeightedExamples"), "sparsebp_shelf.example"),
+    **dict.fromkeys(("ExampleSelector", "Examples", "KeptExamples"), "sparsebp_shelf.example"),
+    **dict.fromkeys(("ReadExamples", "WeightedExamples"), "sparsebp_shelf.example"),
     **dict.fromkeys(("LayerOutput", "LayerSampler"), "sparsebp_shelf.layer_sampler"),
-    **dict.fromkeys(("InputSaver", "SavedDirection", "SavedProjection"), "sparsebp_shelf.saver"),
+    **dict.fromkeys(("InputSaver", "LinearInput", "ReaderGradients"), "sparsebp_shelf.saver"),
+    **dict.fromkeys(("SavedDirection", "SavedProjection"), "sparsebp_shelf.saver"),
     **dict.fromkeys(("SavedRows", "SavedSketch"), "sparsebp_shelf.saver"),
     "SavedCodes": "sparsebp_shelf.policies.saved_codes",
     "sample_gradient": "sparsebp_shelf.gradient_sample",

@@ -13,15 +13,11 @@ from torch import Tensor
 
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.policy import (
-    Examples,
     LayerGradient,
-    LinearInput,
     Observation,
     Observed,
     ParameterGradient,
     Policy,
-    ReaderGradients,
-    ReadExamples,
     Reading,
     ReadTokens,
     Score,
@@ -139,20 +135,16 @@ def _show(places: Sequence[Named], seed: int) -> list[Observed]:
 
     sites = [place for place in places if isinstance(place, Site)]
     others = [place for place in places if not isinstance(place, Site)]
-    examples = Examples(NUM_ROWS, loss_B=draw(NUM_ROWS), gradient_norm_B=draw(NUM_ROWS))
     target_BT = torch.ones(2, NUM_ROWS, dtype=torch.bool)
     scores: dict[Score, Tensor] = {score: draw(2, NUM_ROWS) for score in get_args(Score)}
     readings: dict[Reading, Tensor] = {"input_norm": draw(NUM_ROWS)}
-    shown: list[Observed] = [ReadExamples("0", examples), ReadTokens("0", Tokens(None, target_BT, target_BT, scores))]
+    shown: list[Observed] = [ReadTokens("0", Tokens(None, target_BT, target_BT, scores))]
     for site in sites:
         size = site.num_features
         own = readings | {"input": draw(NUM_ROWS, size), "weight_norm": draw(size)}
-        gradient_OD = draw(size, size)
         shown += [
             SiteGradient(site.name, Seen(draw(NUM_ROWS, size), readings=own)),
-            ParameterGradient(f"{site.name}.weight", gradient_OD),
-            ReaderGradients(site.name, {site.name: gradient_OD}, NUM_ROWS),
-            LinearInput(site.name, draw(NUM_ROWS, size)),
+            ParameterGradient(f"{site.name}.weight", draw(size, size)),
         ]
     shown += [LayerGradient(str(layer), draw(NUM_ROWS)) for layer in sorted({str(site.layer) for site in sites})]
     return [*shown, *(ParameterGradient(place.name, draw(NUM_ROWS)) for place in others)]

@@ -13,11 +13,9 @@ from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policies.lossless import Lossless
 from sparsebp_cli.policy import (
-    Examples,
     Measure,
     Observation,
     Observed,
-    ReadExamples,
     ReadTokens,
     Score,
     ScoredTokenSelector,
@@ -26,7 +24,7 @@ from sparsebp_cli.policy import (
     Step,
     Tokens,
 )
-from sparsebp_shelf.example import ExampleSelector
+from sparsebp_shelf.example import Examples, ExampleSelector, ReadExamples
 from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop, rank
 from tests.backward.families import tiny_decoder
 from tests.promise import Nothing

@@ -16,7 +16,6 @@ from sparsebp_cli.backward.kind.parameter.extension import find_parameters
 from sparsebp_cli.backward.linear.function import weight_of
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.policy import (
-    Examples,
     Observation,
     Parameter,
     ParameterSelector,
@@ -29,7 +28,7 @@ from sparsebp_cli.policy import (
 )
 from sparsebp_shelf.block import BlockDropper
 from sparsebp_shelf.block.layout import find_blocks
-from sparsebp_shelf.example import ExampleSelector
+from sparsebp_shelf.example import Examples, ExampleSelector
 from sparsebp_shelf.part import PartSelector
 from sparsebp_shelf.part.extension import find_divisible, show_weights
 from sparsebp_shelf.saver import InputSaver

@@ -11,9 +11,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from sparsebp_cli.policy import Examples, Step
+from sparsebp_cli.policy import Step
 from sparsebp_cli.testing import check_policy
-from sparsebp_shelf.example import ExampleSelector, Uniform
+from sparsebp_shelf.example import Examples, ExampleSelector, Uniform
 from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop
 from tests.promise import Nothing
 

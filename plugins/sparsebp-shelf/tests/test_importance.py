@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policies.tokens import SelectedTokens
-from sparsebp_cli.policy import Examples, Observation, ReadExamples, Step
-from sparsebp_shelf.example import ExampleSelector, WeightedExamples
+from sparsebp_cli.policy import Observation, Step
+from sparsebp_shelf.example import Examples, ExampleSelector, ReadExamples, WeightedExamples
 from sparsebp_shelf.policies.importance import Importance, measure_gain
 from tests.backward.conftest import FAMILIES
 from tests.backward.families import tiny_decoder

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import RecipeError, UnsupportedError, UsageError
 from sparsebp_cli.policies.tokens import SelectedTokens
-from sparsebp_cli.policy import Examples, Step
+from sparsebp_cli.policy import Step
 from sparsebp_cli.recipe import load_recipe
+from sparsebp_shelf.example import Examples
 from sparsebp_shelf.policies.rho import Rho
 from tests.backward.conftest import FAMILIES, VOCABULARY
 from tests.backward.families import tiny_decoder

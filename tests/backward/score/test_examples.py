@@ -14,8 +14,8 @@ from sparsebp_cli.backward import attach, count_flops
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policies.max_child import MaxChild
 from sparsebp_cli.policies.topk import TopK
-from sparsebp_cli.policy import Examples, Step
-from sparsebp_shelf.example import ExampleSelector, Uniform
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.example import Examples, ExampleSelector, Uniform
 from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop
 from tests.backward.conftest import FAMILIES
 from tests.backward.families import tiny_decoder

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, final
 import torch
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policy import Examples, Measure, Observation, Observed, ReadExamples, Stateful, Step, choice
+from sparsebp_cli.policy import Measure, Observation, Observed, Stateful, Step, choice
 from sparsebp_shelf import sampling
-from sparsebp_shelf.example import ExampleSelector, WeightedExamples
+from sparsebp_shelf.example import Examples, ExampleSelector, ReadExamples, WeightedExamples
 
 if TYPE_CHECKING:
     from sparsebp_cli.policy import State

@@ -47,7 +47,8 @@ from sparsebp_cli.backward import (
     with_changes,
 )
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Examples, ReadExamples, ReferenceReader, Score, Step
+from sparsebp_cli.policy import ReferenceReader, Score, Step
+from sparsebp_shelf.example.examples import Examples, ReadExamples
 from sparsebp_shelf.example.kind import REFERENCE_COLUMN, ExampleSelector, WeightedExamples, require_examples
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from sparsebp_cli.backward import (
     upload,
 )
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import Examples, ReadExamples
+from sparsebp_shelf.example.examples import Examples, ReadExamples
 from sparsebp_shelf.example.extension import ExampleExtension
 from sparsebp_shelf.example.kind import ExampleSelector, WeightedExamples, require_examples
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from sparsebp_cli.policy import Examples, Step, choice
+from sparsebp_cli.policy import Step, choice
 from sparsebp_shelf import sampling
+from sparsebp_shelf.example.examples import Examples
 from sparsebp_shelf.example.kind import ExampleSelector
 
 if TYPE_CHECKING:

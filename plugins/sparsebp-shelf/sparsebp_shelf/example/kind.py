@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.policy import Examples, Kind, Policy, Step, returned, rule
+from sparsebp_cli.policy import Kind, Policy, Step, returned, rule
+from sparsebp_shelf.example.examples import Examples
 
 if TYPE_CHECKING:
     import torch

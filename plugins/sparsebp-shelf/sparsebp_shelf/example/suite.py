@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Examples, ReferenceReader, Step
+from sparsebp_cli.policy import Observed, ReferenceReader, Step
 from sparsebp_cli.testing import (
     check_draws,
     check_repeatable,
@@ -24,6 +24,7 @@ from sparsebp_cli.testing import (
     name_of,
     require,
 )
+from sparsebp_shelf.example.examples import Examples, ReadExamples
 from sparsebp_shelf.example.kind import ExampleSelector, WeightedExamples
 
 _NUM_STEPS = 24
@@ -33,13 +34,20 @@ _MOST = 16  # most examples in a batch
 
 def check_example_selector(policy: ExampleSelector) -> None:
     """Check an example selector against every promise of the contract."""
-    check_state(policy, ())
+    check_state(policy, (), _show)
     _check_choice(policy)
     _check_budget(policy)
     _check_repeatable(policy)
     _check_draws(policy)
     _check_exact(policy)
     _check_mean_weight(policy)
+
+
+def _show(seed: int) -> list[Observed]:
+    """Return what an example selector observes in a step, with random values."""
+    generator = torch.Generator().manual_seed(seed)
+    loss_B, norm_B = (torch.rand(6, generator=generator) for _ in range(2))
+    return [ReadExamples("0", Examples(6, loss_B, norm_B))]
 
 
 def _check_choice(policy: ExampleSelector) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, MethodCard, Step
+from sparsebp_cli.policy import MethodCard, Step
+from sparsebp_shelf.example.examples import Examples
 from sparsebp_shelf.example.sampled import SampledExamples
 
 if TYPE_CHECKING:

@@ -20,21 +20,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field, PositiveInt, model_validator
 
-from sparsebp_cli.policy import (
-    Measure,
-    MethodCard,
-    Observation,
-    Observed,
-    ReaderGradients,
-    Site,
-    Stateful,
-    Step,
-    TrialPass,
-)
+from sparsebp_cli.policy import Measure, MethodCard, Observation, Observed, Site, Stateful, Step, TrialPass
 from sparsebp_shelf.gradient_sample import sample_gradient
 from sparsebp_shelf.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
 from sparsebp_shelf.policies.saved_codes import SavedCodes
-from sparsebp_shelf.saver import InputSaver
+from sparsebp_shelf.saver import InputSaver, ReaderGradients
 
 if TYPE_CHECKING:
     from torch import Tensor

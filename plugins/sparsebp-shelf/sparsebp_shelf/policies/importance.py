@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, final
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, Measure, MethodCard, Observation, Observed, ReadExamples, Stateful, Step
-from sparsebp_shelf.example import KeptExamples, WeightedExamples
+from sparsebp_cli.policy import Measure, MethodCard, Observation, Observed, Stateful, Step
+from sparsebp_shelf.example import Examples, KeptExamples, ReadExamples, WeightedExamples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

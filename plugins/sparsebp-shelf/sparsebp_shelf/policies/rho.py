@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import Examples, MethodCard, ReferenceReader, Step, choice
-from sparsebp_shelf.example import KeptExamples
+from sparsebp_cli.policy import MethodCard, ReferenceReader, Step, choice
+from sparsebp_shelf.example import Examples, KeptExamples
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field, NonNegativeInt
 
-from sparsebp_cli.policy import Examples, Measure, MethodCard, Observation, Observed, ReadExamples, Stateful, Step
-from sparsebp_shelf.example import SampledExamples
+from sparsebp_cli.policy import Measure, MethodCard, Observation, Observed, Stateful, Step
+from sparsebp_shelf.example import Examples, ReadExamples, SampledExamples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policy import LinearInput, Measure, MethodCard, Observation, Observed, Site, Stateful, Step, choice
-from sparsebp_shelf.saver import InputSaver, SavedDirection
+from sparsebp_cli.policy import Measure, MethodCard, Observation, Observed, Site, Stateful, Step, choice
+from sparsebp_shelf.saver import InputSaver, LinearInput, SavedDirection
 
 if TYPE_CHECKING:
     from torch import Tensor

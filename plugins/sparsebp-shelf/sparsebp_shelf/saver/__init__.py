@@ -7,10 +7,13 @@ from sparsebp_shelf.saver.form import (
     SavedSketch,
 )
 from sparsebp_shelf.saver.kind import INPUT_SAVER, InputSaver
+from sparsebp_shelf.saver.observed import LinearInput, ReaderGradients
 
 __all__ = [
     "INPUT_SAVER",
     "InputSaver",
+    "LinearInput",
+    "ReaderGradients",
     "SavedDirection",
     "SavedProjection",
     "SavedRows",

@@ -31,9 +31,10 @@ from sparsebp_cli.backward import (
     weight_of,
 )
 from sparsebp_cli.errors import PolicyError, UnsupportedError
-from sparsebp_cli.policy import LinearInput, ReaderGradients, Site, Step, TrialPass, returned
+from sparsebp_cli.policy import Site, Step, TrialPass, returned
 from sparsebp_shelf.saver.form import SavedProjection
 from sparsebp_shelf.saver.kind import InputSaver
+from sparsebp_shelf.saver.observed import LinearInput, ReaderGradients
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward import EngineView, Given, PolicyStates

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach, count_flops, saved_bytes
-from sparsebp_cli.policy import Saved, Site, Stateful, Step, TrialPass, choice
+from sparsebp_cli.policy import Observed, ParameterGradient, Saved, Site, Stateful, Step, TrialPass, choice
 from sparsebp_cli.testing import (
     check_repeatable,
     check_state,
@@ -24,6 +24,7 @@ from sparsebp_cli.testing import (
     vary,
 )
 from sparsebp_shelf.saver.kind import InputSaver
+from sparsebp_shelf.saver.observed import LinearInput, ReaderGradients
 
 _SITES = tuple(Site(f"layers.{number}.mlp", 3, (), number) for number in range(2))
 _NUM_DRAWS = 2000
@@ -32,13 +33,26 @@ _NUM_SIGMAS = 6.0  # seeds are fixed; a correct policy fails for one in 500 mill
 
 def check_input_saver(policy: InputSaver) -> None:
     """Check an input saver against every promise of the contract."""
-    check_state(policy, _SITES)
+    check_state(policy, _SITES, _show)
     for check in _CHECKS:
         check(policy)
     if "keep" in type(policy).model_fields:
         whole = policy.model_copy(update={"keep": 1.0})
         same = equal(train_network(whole), train_network(None))
         require(whole.exact and same, f"{name_of(whole)}: keep=1.0 must be exact")
+
+
+def _show(seed: int) -> list[Observed]:
+    """Return what an input saver observes in a step, with random values."""
+    generator, shown = torch.Generator().manual_seed(seed), list[Observed]()
+    for site in _SITES:
+        gradient_OD, x_ND = (torch.rand(rows, site.num_features, generator=generator) for rows in (3, 6))
+        shown += [
+            ParameterGradient(f"{site.name}.weight", gradient_OD),
+            ReaderGradients(site.name, {site.name: gradient_OD}, 6),
+            LinearInput(site.name, x_ND),
+        ]
+    return shown
 
 
 def _inputs(*dtypes: torch.dtype) -> Iterator[Tensor]:
