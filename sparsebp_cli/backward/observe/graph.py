@@ -7,7 +7,7 @@ A name consists of the innermost module that created the node, the node's kind a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,8 +54,8 @@ class Graph:
     leaves: frozenset[Node]
 
     def __init__(self, loss: Tensor, parameters: Mapping[Tensor, str], attribution: Attribution) -> None:
-        nodes = sorted(_reach(loss), key=_order, reverse=True)
-        leaves = [node for node in nodes if _is_leaf(node)]
+        nodes = sorted(_reach(loss), key=sequence_number_of, reverse=True)
+        leaves = [node for node in nodes if node.name() == LEAF]
         inner = nodes[len(leaves) :]  # leaves come first: they have the largest number, and the sort is stable
         self.leaves = frozenset(leaves)  # nodes that accumulate gradients
         self.parameters: dict[Node, Tensor] = {}  # the model's parameters among the leaves
@@ -81,6 +81,19 @@ class Graph:
             self.places[node] = GraphNode(node, name, number, module, parameter)
 
 
+def walk(*roots: Node | None) -> Iterator[Node]:
+    """Yield every node that is a root or below one, each once."""
+    seen = {root: None for root in roots if root is not None}
+    waiting = list(seen)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen[child] = None
+                waiting.append(child)
+
+
 def _reach(loss: Tensor) -> list[Node]:
     if loss.grad_fn is None:
         return []
@@ -102,14 +115,6 @@ def _refuse_hiding(node: Node) -> None:
     reason = next((reason for word, reason in _HIDING.items() if word in kind), None)
     if reason is not None:
         raise UnsupportedError(f"sites='nodes' cannot see into {node.name()}: {reason}")
-
-
-def _order(node: Node) -> int:
-    return sequence_number_of(node)
-
-
-def _is_leaf(node: Node) -> bool:
-    return node.name() == LEAF
 
 
 def _name_inner(inner: list[Node], attribution: Attribution) -> dict[Node, tuple[str, str]]:

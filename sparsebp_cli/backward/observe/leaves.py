@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sparsebp_cli.backward.observe.graph import LEAF, walk
 from sparsebp_cli.backward.observe.internals import hooks_after_accumulation, variable_of
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
-
-_LEAF = "torch::autograd::AccumulateGrad"
 
 
 def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves below some tensors that require grad, each once; a leaf that requires grad is its own leaf."""
-    leaves: dict[Tensor, None] = {}
-    found: dict[Node, None] = {}
-    for output in outputs:
-        if output.grad_fn is not None:
-            found[output.grad_fn] = None
-        elif output.requires_grad:
-            leaves[output] = None
-    waiting = list(found)
-    while waiting:
-        node = waiting.pop()
-        if node.name() == _LEAF:
-            variable = variable_of(node)
-            leaves[variable] = None
-        for child, _ in node.next_functions:
-            if child is not None and child not in found:
-                found[child] = None
-                waiting.append(child)
-    return list(leaves)
+    given = list(outputs)
+    own = [output for output in given if output.grad_fn is None and output.requires_grad]
+    below = [variable_of(node) for node in walk(*(output.grad_fn for output in given)) if node.name() == LEAF]
+    return list(dict.fromkeys([*own, *below]))
 
 
 def accumulate(leaf: Tensor, grad: Tensor, *, is_spare: bool) -> None:

@@ -7,7 +7,7 @@ tensors. They do not include forwards that checkpointed layers repeat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from sparsebp_cli.backward.observe.graph import LEAF, walk
 from sparsebp_cli.backward.observe.internals import outputs_of
 
 Shape = tuple[int, ...]
 
 # Kinds of nodes that run other nodes, and so may hide sites.
 _HIDING = ("checkpoint", "compiledfunction", "segmentfunction")
-_LEAF = "torch::autograd::AccumulateGrad"
 
 UNSEEN = (
     "this loss does not depend on the attached layers, so no policy would act: run the forward after attach and "
@@ -51,18 +51,6 @@ def _hides(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) and any(word in node.name().lower() for word in _HIDING)
 
 
-def walk(root: Node) -> Iterator[Node]:
-    """Yield every node below a root, each once."""
-    waiting, seen = [root], {root}
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-
-
 @dataclass
 class Products:
     """FLOPs of the products in the backward of one or more losses, dense at the sites."""
@@ -75,8 +63,6 @@ class Products:
 
     def add(self, loss: Tensor, names: Mapping[int, str]) -> None:
         """Add a loss before its backward; ``names`` are the names of the model's parameters by ``id``."""
-        if loss.grad_fn is None:
-            return
         for node in walk(loss.grad_fn):
             kind = node.name()
             if isinstance(node, BackwardCFunction):
@@ -195,7 +181,7 @@ def _parameter_of(node: Node, names: Mapping[int, str]) -> str:
     """Return the parameter that a product multiplies with, possibly viewed, cast or indexed."""
     for child, _ in node.next_functions:
         leaf = child
-        while leaf is not None and leaf.name() != _LEAF:
+        while leaf is not None and leaf.name() != LEAF:
             leaf = leaf.next_functions[0][0] if len(leaf.next_functions) == 1 else None
         variable = getattr(leaf, "variable", None)
         if isinstance(variable, nn.Parameter) and variable.dim() > 1:

@@ -64,6 +64,19 @@ class ForwardOverride(NotCopyable, ABC):
         return call_module(module, *args, **kwargs) if self.covered is None else self.covered(*args, **kwargs)
 
 
+class LayerOverride(ForwardOverride):
+    """An override of a part of a model that decides by its arguments, so that a copy is the module's plain forward."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __reduce_ex__(self, _: object) -> Any:
+        """Pickle as the plain forward of the module."""
+        return partial, (type(self.module).forward, self.module)
+
+
 class CheckpointedForward(ForwardOverride):
     """An override that runs inside its module's activation checkpointing, and again when checkpointing reruns it.
 

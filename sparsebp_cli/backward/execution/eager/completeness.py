@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sparsebp_cli.backward.observe.graph import LEAF
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import Node
+from sparsebp_cli.backward.observe.graph import LEAF, walk
 
 _REENTRANT = "CheckpointFunction"  # PyTorch's class; DeepSpeed's and fairscale's classes contain the same name
 
@@ -96,20 +93,10 @@ class GraphSummary:
 def read_graph(loss: Tensor) -> GraphSummary:
     """Return facts about the graph of a loss."""
     leaves, is_reentrant, most = set[Tensor](), False, 0
-    seen: set[Node] = set() if loss.grad_fn is None else {loss.grad_fn}
-    waiting = list(seen)
-    while waiting:
-        node = waiting.pop()
+    for node in walk(loss.grad_fn):
         is_reentrant = is_reentrant or _REENTRANT in node.name()
-        own: set[Tensor] = set()
-        for child, _ in node.next_functions:
-            if child is None:
-                continue
-            if child.name() == LEAF:
-                own.add(cast("Any", child).variable)
-            elif child not in seen:
-                seen.add(child)
-                waiting.append(child)
+        children = (cast("Any", child) for child, _ in node.next_functions if child is not None)
+        own: set[Tensor] = {child.variable for child in children if child.name() == LEAF}
         leaves |= own
         if len(own) > 1:  # a single gradient is counted when it arrives, since it may be sparse
             most = max(most, sum(leaf.nbytes for leaf in own))

@@ -24,7 +24,7 @@ class ArgumentSnapshot:
 
     def refuse_changed(self, output: object, where: str) -> None:
         """Raise :class:`UnsupportedError` if the layer changed an argument that it does not return."""
-        changed = [c for c, before in self._found if not _are_same(before, _values(c))]
+        changed = [c for c, before in self._found if not are_same(before, _values(c))]
         if not changed:
             return
         returned = {id(container) for container in _containers(output)}
@@ -76,7 +76,8 @@ def _values(container: object) -> list[object]:
     return [value for value in (*dict(attributes).values(), *slots) if isinstance(value, Tensor)]
 
 
-def _are_same(before: list[object], after: list[object]) -> bool:
+def are_same(before: list[object], after: list[object]) -> bool:
+    """Return whether two lists contain the same objects."""
     return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
 
 

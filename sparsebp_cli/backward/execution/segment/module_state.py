@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from sparsebp_cli.backward.execution.segment.arguments import are_same
 from sparsebp_cli.backward.observe.internals import buffers_of
 
 _EVERY = frozenset(nn.Module().__dict__) | {"forward"}  # attributes of every module, and the engine's override
@@ -43,7 +44,7 @@ class ModuleState:
                     if isinstance(new, Tensor | list | tuple | dict):
                         module.__dict__[name] = tree_map(lambda v: guard(v) if isinstance(v, Tensor) else v, new)
         self._before = []
-        self._lists = [(each, old) for each, old in self._lists if not _are_same(each, old)]
+        self._lists = [(each, old) for each, old in self._lists if not are_same(each, old)]
         for each, old in self._lists:
             each[:] = [guard(new) if isinstance(new, Tensor) and not _is_in(new, old) else new for new in each]
         self._generators = [(each, state) for each, state in self._generators if _differ(state, _get_state(each))]
@@ -119,10 +120,6 @@ def _differ(one: object, other: object) -> bool:
         return not torch.equal(one, other)
     # Compare as text, since states contain arrays, whose == has no single truth value. repr shows all 624 numbers.
     return repr(one) != repr(other)
-
-
-def _are_same(one: list[object], other: list[object]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _is_in(value: object, values: list[object]) -> bool:

@@ -8,7 +8,6 @@ Shape letters: T positions, H heads, G segments of a group, L queries of a segme
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any, cast, final
 
@@ -16,16 +15,13 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.kind.packing.attention import PackedBias, find_mask
-from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward.patch.forward import LayerOverride
 from sparsebp_cli.errors import UnsupportedError
 
 
 @final
-class BiasedAttention(ForwardOverride):
+class BiasedAttention(LayerOverride):
     """The ``forward`` of an attention module with such a bias, its own or an earlier layer's."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. With packed rows, pass it the bias, so that it computes none."""
@@ -43,10 +39,6 @@ class BiasedAttention(ForwardOverride):
             return None
         bias_1HTT: Tensor = cast("Any", self.module).compute_bias(num_positions, num_positions)
         return bias_1HTT[0]
-
-    def __reduce_ex__(self, _: object) -> Any:
-        """Pickle as the plain forward of a model that is not packed."""
-        return functools.partial, (type(self.module).forward, self.module)
 
 
 def find_biased(model: nn.Module) -> list[nn.Module]:

@@ -5,22 +5,18 @@ Shape letters: B examples, T positions, N computed rows, D width.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebp_cli.backward.decoder.decoder import argument_names, bind_arguments
 from sparsebp_cli.backward.kind.packing.attention import find_mask
-from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward.patch.forward import LayerOverride
 
 
 @final
-class PackedEntry(ForwardOverride):
+class PackedEntry(LayerOverride):
     """The ``forward`` of the first layer; it decides by the mask, which activation checkpointing passes again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on (1, N, D) instead of (B, T, D)."""
@@ -33,7 +29,3 @@ class PackedEntry(ForwardOverride):
         assert isinstance(hidden, Tensor)
         rows = hidden.flatten(0, 1).index_select(0, mask.layout.source_N)[None]
         return self.run_covered(self.module, **given | {first: rows})
-
-    def __reduce_ex__(self, _: object) -> Any:
-        """Pickle as the plain forward of a layer of a model that is not packed."""
-        return functools.partial, (type(self.module).forward, self.module)

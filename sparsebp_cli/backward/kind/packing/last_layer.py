@@ -10,7 +10,6 @@ Shape letters: N computed rows, M rows of the last layer, D width.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, final
@@ -24,21 +23,20 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import AttentionLayout, find_attention, find_layouts
 from sparsebp_cli.backward.kind.packing.attention import PackedMask, ReachedAttention
 from sparsebp_cli.backward.kind.packing.layout import MAX_READ
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, replace_forwards
+from sparsebp_cli.backward.patch.forward import ForwardPatches, LayerOverride, replace_forwards
 from sparsebp_cli.errors import UnsupportedError
 
 
 @final
-class LastLayer(ForwardOverride):
+class LastLayer(LayerOverride):
     """The ``forward`` of the last layer; it decides by the mask, which activation checkpointing passes again."""
 
-    module: nn.Module
     skips: bool
     spreads: bool
     num_calls: int
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         known = find_attention(module, find_layouts({type(module).__name__}))
         self._core: nn.Module | None = None
         self._layout: AttentionLayout | None = None
@@ -105,10 +103,6 @@ class LastLayer(ForwardOverride):
     def _skip(self, stack: ExitStack, names: Sequence[str]) -> None:
         if self.skips and self._core is not None:
             stack.enter_context(replace_forwards(skip_outputs(self._core, names)))
-
-    def __reduce_ex__(self, _: object) -> Any:
-        """Pickle as the plain forward of a layer of a model that is not packed."""
-        return functools.partial, (type(self.module).forward, self.module)
 
 
 def install_last_layer(patches: ForwardPatches, stack: nn.Module) -> LastLayer | None:
