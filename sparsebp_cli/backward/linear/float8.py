@@ -15,7 +15,6 @@ Shape letters: N rows (= B*T), D input width, O output width, K kept.
 from __future__ import annotations
 
 import sys
-import weakref
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -23,8 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.linear.function import Needs, SelectionSource, WeightLayout
-from sparsebp_cli.backward.observe.internals import version_of
+from sparsebp_cli.backward.linear.latest_input import LatestInput
 from sparsebp_cli.policy import Rows, Saved, Selection, Split
+
+CastInput = tuple[Tensor, Tensor, object]  # data, scale and metadata of a float8 tensor
 
 
 def float8_class() -> type[nn.Linear] | None:
@@ -59,7 +60,7 @@ class Float8Layout(WeightLayout):
     output_dim = 0
     replaces = True
 
-    def __init__(self, module: Any, shared: SharedCast) -> None:
+    def __init__(self, module: Any, shared: LatestInput[CastInput]) -> None:
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
         self._wrapper: Any = Float8TrainingTensor
@@ -135,16 +136,12 @@ class Float8Layout(WeightLayout):
         output = output.reshape(*x8.shape[:-1], output.shape[-1])
         return output if bias is None else output + bias.to(output.dtype)
 
-    def cast_input(self, x: Tensor) -> tuple[Tensor, Tensor, object]:
+    def cast_input(self, x: Tensor) -> CastInput:
         """Return data, scale and metadata of the float8 input, cached if the previous linear cast the same input."""
         how = (self.input.config, self.products, self.config.round_scales_to_power_of_2)
-        found = self._shared.find(x, how)
-        if found is None:
-            found = self.unwrap(self.cast(x, self.input))
-            self._shared.note(x, how, found)
-        return found
+        return self._shared.of(x, lambda: self.unwrap(self.cast(x, self.input)), how)
 
-    def unwrap(self, x8: Tensor) -> tuple[Tensor, Tensor, object]:
+    def unwrap(self, x8: Tensor) -> CastInput:
         """Return data, scale and metadata of a float8 tensor."""
         (data, scale), rest = cast("Any", x8).__tensor_flatten__()
         return getattr(x8, data), getattr(x8, scale), rest
@@ -229,29 +226,3 @@ def _take_rows(kept_ND: Tensor, index_K: Tensor) -> Tensor:
     if kept_ND.element_size() > 1:
         return kept_ND.index_select(0, index_K)
     return kept_ND.view(torch.uint8).index_select(0, index_K).view(kept_ND.dtype)  # index_select has no float8 kernel
-
-
-@final
-class SharedCast:
-    """Cache of the latest cast input: queries, keys and values read the same input, and cast it once.
-
-    The entry is dropped together with the input itself, or when another input is cast.
-    """
-
-    def __init__(self) -> None:
-        self._input: weakref.ref[Tensor] | None = None
-        self._key: tuple[object, ...] = ()
-        self._found: tuple[Tensor, Tensor, object] | None = None
-
-    def find(self, x: Tensor, how: object) -> tuple[Tensor, Tensor, object] | None:
-        """Return the cached data, scale and metadata of an input under the cast ``how``, or None."""
-        last = None if self._input is None else self._input()
-        return self._found if last is x and self._key == (version_of(x), how) else None
-
-    def note(self, x: Tensor, how: object, found: tuple[Tensor, Tensor, object]) -> None:
-        """Cache the cast of an input under ``how``."""
-        self._input, self._key, self._found = weakref.ref(x, self._drop), (version_of(x), how), found
-
-    def _drop(self, ref: object) -> None:
-        if ref is self._input:
-            self._input = self._found = None

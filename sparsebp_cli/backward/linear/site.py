@@ -25,7 +25,7 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.attention import AttentionOverride, find_attentions
 from sparsebp_cli.backward.linear.compiled import LAYOUTS, register, run_in_graph
-from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
+from sparsebp_cli.backward.linear.float8 import CastInput, Float8Layout, float8_class
 from sparsebp_cli.backward.linear.function import (
     LinearCost,
     Needs,
@@ -34,8 +34,9 @@ from sparsebp_cli.backward.linear.function import (
     weight_of,
 )
 from sparsebp_cli.backward.linear.input_saver import SavesInputs
+from sparsebp_cli.backward.linear.latest_input import LatestInput
 from sparsebp_cli.backward.linear.quantized import find_layout
-from sparsebp_cli.backward.linear.reading import SharedNorm, read_before
+from sparsebp_cli.backward.linear.reading import read_before
 from sparsebp_cli.backward.observe.example_rows import TIME_FIRST, UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.observe.internals import are_transforms_active
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free, uncompiled
@@ -121,7 +122,7 @@ class LinearAdapter(SiteAdapter):
         self._saving = saving
 
     def install(self, engine: SiteEngine) -> None:
-        norms = SharedNorm()
+        norms = LatestInput[Tensor]()
         for name, module, form in self._found.covered:
             first = name in self._time_first
             layer, saving = self._layers[name], self._saving
@@ -193,7 +194,7 @@ class LinearOverride(ForwardOverride, SelectionSource):
         form: WeightLayout,
         engine: SiteEngine,
         layer: int | None,
-        norms: SharedNorm,
+        norms: LatestInput[Tensor],
         saving: SavesInputs | None = None,
         *,
         time_first: bool = False,
@@ -370,6 +371,6 @@ def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], WeightLayout]]
         forms[falcon.FalconLinear] = lambda _: matmul
     float8 = float8_class()
     if float8 is not None:
-        shared = SharedCast()
+        shared = LatestInput[CastInput]()
         forms[float8] = lambda module: Float8Layout(module, shared)
     return forms
