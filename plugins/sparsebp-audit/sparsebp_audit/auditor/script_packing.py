@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from sparsebp_cli.backward.patch.deferred import Deferred
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, make_policy
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.core.extension import EngineView
 
 READS_LOGITS = (
     "the script reads logits besides the loss, but packing computes them at trained positions only: if these are "
@@ -65,7 +68,8 @@ class ScriptPacking:
 
     def install(self) -> None:
         """Watch the model's outputs, and pack while ``enabled``."""
-        self._extension.install(self)
+        # The part of an engine that packing uses.
+        self._extension.install(cast("EngineView", self))
         self._patches.install(self._extension.model, WatchedForward(self, self._extension.model))
 
     def remove(self) -> None:
