@@ -22,7 +22,7 @@ from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.recipe.loader import rename_in_plan
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
 from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded, read_json
-from sparsebp_cli.run.stored_recipe import GONE
+from sparsebp_cli.run.stored_recipe import GONE, unfold_columns
 from sparsebp_cli.source import DATASETS, MODELS, find_path
 from sparsebp_cli.source.conversation import read_template
 
@@ -30,7 +30,7 @@ from sparsebp_cli.source.conversation import read_template
 OUTSIDE_GROUP = {"name": True, "target": True, "tracking": True, "checkpoint": True, "training": {"seed"}}
 
 # Keys added after some stored runs: they are left out of the hash when null, so that old groups keep their hash.
-LATER_DATASET_KEYS = ("held_out", "group_column", "text_pair_column")
+LATER_DATASET_KEYS = ("held_out",)
 LATER_MODEL_KEYS = ("peft", "adapter")
 FIRST_LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules")
 LATER_MEASURE_KEYS = ("generate", "metric")
@@ -87,6 +87,7 @@ def _tell_version(file: Path) -> str:
 def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
+    content["dataset"] = unfold_columns(content["dataset"])
     for path, default in GONE.items():
         *sections, key = path.split(".")
         section: Any = content

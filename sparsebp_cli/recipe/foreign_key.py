@@ -108,9 +108,10 @@ ANSWERS = {
     "packing": "dataset.format: text (packed into blocks), or policy: lossless (no padding)",
     "sample_packing": "dataset.format: text (packed into blocks), or policy: lossless (no padding)",
     "assistant_only_loss": "dataset.train_on: assistant",
-    "train_on_inputs": "dataset.train_on: all, or dataset.completion_only_loss: false",
-    "train_on_prompt": "dataset.train_on: all, or dataset.completion_only_loss: false",
-    "dataset_text_field": "dataset.text_column",
+    "completion_only_loss": "dataset.train_on: assistant (false: all)",
+    "train_on_inputs": "dataset.train_on: all",
+    "train_on_prompt": "dataset.train_on: all",
+    "dataset_text_field": "dataset.columns: {text: NAME}",
     "chat_template_path": "dataset.chat_template",
     # the model
     "adapter": "model.lora for a new adapter, or model.adapter for a trained adapter",
@@ -143,6 +144,11 @@ ANSWERS = {
     "weight_column": "the key weight of a message",
     "independent_examples": None,
     "held_out": "dataset.eval_split",
+    **{
+        f"{part}_column": f"dataset.columns: {{{part}: NAME}}"
+        for part in ("completion", "group", "label", "prompt", "text")
+    },
+    "text_pair_column": "dataset.columns: {text: [NAME, OTHER]}",
     "max_cost": "training.max_flops",
     "max_seconds": "training.max_flops",
     "bias": None,

@@ -209,7 +209,14 @@ class ModelSection(Section):
         return self
 
 
-CHAT_PARTS = ("messages", "tools", "role", "content", "system", "user", "assistant", "tool")
+# The keys of dataset.columns, by format; every format also has group.
+PARTS = {
+    "text": ("text",),
+    "completion": ("prompt", "completion"),
+    "chat": ("messages", "tools", "role", "content", "system", "user", "assistant", "tool"),
+    "classification": ("text", "label"),
+}
+GROUP = "group"
 
 
 class DatasetSection(Section):
@@ -236,13 +243,8 @@ class DatasetSection(Section):
     eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.1,
         description="If eval_split is null: fraction of the training split that is used for validation. SparseBP draws "
-        "rows by a hash of their text or prompt, so equal rows stay together. For format text without group_column, it "
+        "rows by a hash of their text or prompt, so equal rows stay together. Of text without columns.group, it "
         "takes the last blocks.",
-    )
-    group_column: str | None = Field(
-        None,
-        description="Column with the name of a row's document. SparseBP never divides a document between training and "
-        "validation. null: none.",
     )
     test_split: str | None = Field(
         None, description="Split of test data. A run evaluates it once, after the last step. null: none."
@@ -252,21 +254,14 @@ class DatasetSection(Section):
         description="Instead of test_split: fraction of the validation rows to use as test data. The training data "
         "stay the same. null: none.",
     )
-    text_column: str = Field("text", description="Column of texts, for the formats text and classification.")
-    text_pair_column: str | None = Field(
-        None,
-        description="Column of the second texts, for classification of pairs of texts. null: no second texts.",
-    )
-    prompt_column: str = Field(
-        "prompt", description="Column of prompts, for format completion. The model is not trained on prompts."
-    )
-    completion_column: str = Field("completion", description="Column of completions, for format completion.")
     columns: dict[str, str | list[str]] = Field(
         default_factory=dict,
-        description="For format chat: names in your data. If one column has all messages: messages and tools name "
-        "columns; role and content name keys of a message; system, user, assistant and tool name roles. Otherwise: "
-        "system, user and assistant name columns. An empty line joins several columns: {user: [instruction, input], "
-        "assistant: output}.",
+        description="Names in your data, where they differ from these keys. Format text: text. Format completion: "
+        "prompt, completion. Format classification: text (a list of two for pairs), label. Format chat, if one "
+        "column has all messages: messages and tools name columns; role and content name keys of a message; system, "
+        "user, assistant and tool name roles. Otherwise: system, user and assistant name columns. An empty line joins "
+        "several columns: {user: [instruction, input], assistant: output}. Any format: group names the column with a "
+        "row's document, which SparseBP never divides between training and validation.",
     )
     chat_template: str | None = Field(
         None,
@@ -276,15 +271,8 @@ class DatasetSection(Section):
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
         description="For format chat: the messages to train on. assistant: all assistant messages. last: the last "
-        "assistant message. all: all messages. The key weight of a message multiplies its loss.",
-    )
-    completion_only_loss: bool = Field(
-        True,
-        description="For format completion. true: the training loss leaves out prompts. Evaluations always leave out "
-        "prompts.",
-    )
-    label_column: str = Field(
-        "label", description="Column of labels, for format classification: names, whole numbers or booleans."
+        "assistant message. all: all messages. The key weight of a message multiplies its loss. For format completion: "
+        "assistant trains on completions, all on prompts, too. Evaluations always leave out prompts.",
     )
     max_examples: PositiveInt | None = Field(
         None, description="Largest number of rows to read from the start of each split. null: all."
@@ -295,49 +283,53 @@ class DatasetSection(Section):
         "Validation and test data stay the same. null: all.",
     )
 
-    @field_validator("columns")
-    @classmethod
-    def _columns_are_known(cls, columns: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
-        for key, value in columns.items():
-            if key not in CHAT_PARTS:
-                raise ValueError(f"unknown key {key}; allowed: {', '.join(CHAT_PARTS)}{did_you_mean(key, CHAT_PARTS)}")
-            if isinstance(value, list) and ("messages" in columns or key not in ("system", "user", "assistant")):
-                raise ValueError(
-                    f"{key}: must be one name, got a list; lists are allowed only for system, user and assistant, "
-                    "without messages"
-                )
-        if "messages" not in columns and ("user" in columns) != ("assistant" in columns):
-            raise ValueError(
-                "got only one of user and assistant: give both to name columns; to name roles, also give messages"
-            )
-        return columns
-
     @property
     def read_columns(self) -> list[str]:
         """The text columns that make up an example, in order."""
         if self.format == "completion":
-            return [self.prompt_column, self.completion_column]
-        if self.format == "chat" and "messages" not in self.columns and "assistant" in self.columns:
-            given = [self.columns[role] for role in ("system", "user", "assistant") if role in self.columns]
-            return [name for some in given for name in ([some] if isinstance(some, str) else some)]
-        if self.format == "chat":
-            return [str(self.columns.get("messages", "messages"))]
-        return [self.text_column, *([self.text_pair_column] if self.text_pair_column is not None else [])]
+            return [self.column("prompt"), self.column("completion")]
+        if self.format != "chat":
+            roles: tuple[str, ...] = ("text",)
+        elif "messages" not in self.columns and "assistant" in self.columns:
+            roles = tuple(role for role in ("system", "user", "assistant") if role in self.columns)
+        else:
+            roles = ("messages",)
+        given = [self.columns.get(role, role) for role in roles]
+        return [name for some in given for name in ([some] if isinstance(some, str) else some)]
 
     @property
     def draws_rows(self) -> bool:
         """Whether eval_fraction draws rows at random instead of taking the tail of packed text."""
-        return self.format != "text" or self.group_column is not None
+        return self.format != "text" or GROUP in self.columns
+
+    def column(self, part: str) -> str:
+        """Return the name of the column that holds a part of each row."""
+        return str(self.columns.get(part, part))
 
     @model_validator(mode="after")
     def _columns_fit_the_format(self) -> Self:
-        if self.text_pair_column is not None and self.format != "classification":
-            raise ValueError(f"text_pair_column needs 'format: classification', got 'format: {self.format}'")
-        for key in ("columns", "train_on"):
-            if self.format != "chat" and getattr(self, key) != type(self).model_fields[key].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(f"{key} needs 'format: chat', got 'format: {self.format}'")
+        known = (*PARTS[self.format], GROUP)
+        for key, value in self.columns.items():
+            if key not in known:
+                text = f"not a column of format {self.format}; allowed: {', '.join(known)}{did_you_mean(key, known)}"
+                raise _error_at(("columns", key), value, text)
+            may_be_list = "messages" not in self.columns and key in ("system", "user", "assistant")
+            is_pair = self.format == "classification" and key == "text" and len(value) == 2
+            if isinstance(value, list) and not (may_be_list or is_pair):
+                raise _error_at(
+                    ("columns", key),
+                    value,
+                    "must be one name, got a list; lists are allowed only for system, user and assistant, without "
+                    "messages, and with two names for text of format classification",
+                )
+        if "messages" not in self.columns and ("user" in self.columns) != ("assistant" in self.columns):
+            raise _error_at(
+                ("columns",),
+                self.columns,
+                "got only one of user and assistant: give both to name columns; to name roles, also give messages",
+            )
+        if self.format != "chat" and self.train_on not in ("assistant", "all" if self.format == "completion" else ""):
+            raise ValueError(f"train_on: {self.train_on} needs 'format: chat', got 'format: {self.format}'")
         if self.chat_template is not None and self.format not in ("chat", "completion"):
             raise ValueError(
                 "chat_template needs 'format: chat', or 'format: completion' with messages, got 'format: "

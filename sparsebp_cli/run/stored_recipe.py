@@ -44,10 +44,19 @@ GONE_OPTIONS = {
     "kubernetes": ("backoff_limit", "gpu_resource", "priority_class"),
     "slurm": ("qos",),
 }
+# Keys of 0.5 that named a column each, with the keys of ``columns`` that replace them, by format.
+COLUMNS = {
+    "text": {"text_column": "text"},
+    "completion": {"prompt_column": "prompt", "completion_column": "completion"},
+    "chat": {},
+    "classification": {"text_column": "text", "label_column": "label"},
+}
+FIRST_COLUMNS = ("text_column", "prompt_column", "completion_column", "label_column")
+OLD_DATASET_KEYS = (*FIRST_COLUMNS, "text_pair_column", "group_column", "completion_only_loss")
 OLD_KEYS = [
     f'"{key}"'.encode()
     for key in (
-        *("engine", REGRESSION, SCHEDULE),
+        *("engine", REGRESSION, SCHEDULE, *OLD_DATASET_KEYS),
         *(path.rpartition(".")[2] for path in GONE),
         *(key for keys in GONE_OPTIONS.values() for key in keys),
     )
@@ -78,6 +87,8 @@ def rename_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
             "format": "classification",
             "split": f"{dataset.get('split', 'train')}{MARK}dataset.format: {REGRESSION}",
         }
+    if isinstance(dataset, dict):
+        _fold_columns(dataset)
     for path, default in GONE.items():
         *sections, key = path.split(".")
         part: Any = known
@@ -106,6 +117,34 @@ def _replace_ratio(training: Any) -> None:
     """Turn ``warmup_ratio`` into a fraction in ``warmup_steps``."""
     if isinstance(training, dict) and training.get("warmup_ratio") is not None:
         training["warmup_steps"] = training.pop("warmup_ratio") or 0  # a ratio of 0.0 is no warm-up
+
+
+def _fold_columns(dataset: dict[str, Any]) -> None:
+    """Move names of columns into ``columns``, and ``completion_only_loss`` into ``train_on``. Drop those of another
+    format, which had no effect."""
+    old = {key: dataset.pop(key) for key in OLD_DATASET_KEYS if key in dataset}
+    known = {**COLUMNS.get(str(dataset.get("format", "text")), {}), "group_column": "group"}
+    named = {part: old[key] for key, part in known.items() if old.get(key) not in (None, part)}
+    if old.get("text_pair_column") is not None:
+        named["text"] = [old.get("text_column", "text"), old["text_pair_column"]]
+    columns = dataset.get("columns") or {}
+    if named and isinstance(columns, dict):
+        dataset["columns"] = columns | named
+    if dataset.get("format") == "completion" and not old.get("completion_only_loss", True):
+        dataset["train_on"] = "all"
+
+
+def unfold_columns(dataset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dataset section with the keys of 0.5, for the hash of its groups."""
+    columns = dict(dataset["columns"])
+    known = {**COLUMNS[dataset["format"]], "group_column": "group"}
+    old = {key: key.removesuffix("_column") for key in FIRST_COLUMNS}
+    old |= {key: columns.pop(part) for key, part in known.items() if part in columns}
+    if isinstance(old["text_column"], list):
+        old["text_column"], old["text_pair_column"] = old["text_column"]
+    trains_prompts = dataset["format"] == "completion" and dataset["train_on"] == "all"
+    rest = {"columns": columns, "train_on": "assistant"} if trains_prompts else {"columns": columns}
+    return {**dataset, **old, **rest, "completion_only_loss": not trains_prompts}
 
 
 def _drop_options(target: Any) -> None:

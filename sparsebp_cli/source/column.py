@@ -89,7 +89,8 @@ def find_readings(columns: Collection[str]) -> Iterator[dict[str, object]]:
     if asked and answered:
         user = [asked, "input"] if "input" in columns else asked
         chat: dict[str, object] = {"format": "chat", "columns": {"user": user, "assistant": answered}}
-        pair: dict[str, object] = {"format": "completion", "prompt_column": asked, "completion_column": answered}
+        renamed = {part: name for part, name in (("prompt", asked), ("completion", answered)) if part != name}
+        pair: dict[str, object] = {"format": "completion"} | ({"columns": renamed} if renamed else {})
         yield from [chat] if "input" in columns else [pair, chat] if asked == "prompt" else [chat, pair]
     if {"text", "label"} <= set(columns):
         yield {"format": "classification"}

@@ -13,7 +13,7 @@ from sparsebp_cli.errors import AbsentDataError, DataError
 from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.policy.field_error import Location
 from sparsebp_cli.policy.known_kind import find_columns
-from sparsebp_cli.recipe.schema import DatasetSection, Recipe
+from sparsebp_cli.recipe.schema import GROUP, DatasetSection, Recipe
 from sparsebp_cli.run.census import MOST_LOST
 from sparsebp_cli.source.adapter import find_adapter, read_adapter
 from sparsebp_cli.source.architecture import find_architecture
@@ -231,25 +231,20 @@ def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[s
 
 
 def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -> Iterator[SourceProblem]:
+    at: Location = ("dataset", "columns")
     if section.format == "chat":
         for name in list_names(section.columns):
-            yield from _problems_of(("dataset", "columns"), read_column, rows, name)
-        yield from _problems_of(("dataset", "columns"), read_conversations, rows, section.columns)
-    elif section.format == "completion" and holds_messages(rows, section.prompt_column):
-        at: Location = ("dataset", "prompt_column")
-        yield from _problems_of(at, read_prompts, rows, section.prompt_column, section.completion_column)
-    elif section.format == "completion":
-        for key, name in (("prompt_column", section.prompt_column), ("completion_column", section.completion_column)):
-            yield from _problems_of(("dataset", key), read_texts, rows, name, may_be_empty=True)
+            yield from _problems_of(at, read_column, rows, name)
+        yield from _problems_of(at, read_conversations, rows, section.columns)
+    elif section.format == "completion" and holds_messages(rows, section.column("prompt")):
+        yield from _problems_of(at, read_prompts, rows, *section.read_columns)
     else:
-        may_be_empty = section.format == "text"
-        column: Location = ("dataset", "text_column")
-        yield from _problems_of(column, read_texts, rows, section.text_column, may_be_empty=may_be_empty)
+        for name in section.read_columns:
+            may_be_empty = section.format != "classification"
+            yield from _problems_of(at, read_texts, rows, name, may_be_empty=may_be_empty)
     if section.format == "classification":
-        yield from _problems_of(("dataset", "label_column"), read_labels, rows, section.label_column)
-        if section.text_pair_column is not None:
-            yield from _problems_of(("dataset", "text_pair_column"), read_texts, rows, section.text_pair_column)
-    if section.group_column is not None:
-        yield from _problems_of(("dataset", "group_column"), read_column, rows, section.group_column)
+        yield from _problems_of(at, read_labels, rows, section.column("label"))
+    if GROUP in section.columns:
+        yield from _problems_of(at, read_column, rows, section.column(GROUP))
     for name in spans:
         yield from _problems_of(("dataset", "name"), read_column, rows, name)

@@ -93,7 +93,7 @@ def _load_from_hub(section: DatasetSection) -> dict[str, Any]:
 
 def _keep_plain(rows: Any, section: DatasetSection) -> Any:
     """Drop columns of images, audio and similar types: reading a row would open and decode the files that it names."""
-    wanted = {section.text_column, section.label_column, section.prompt_column, section.completion_column}
+    wanted = {*section.read_columns, section.column("label")}
     kinds = {name: type(feature).__name__ for name, feature in rows.features.items() if not _is_plain(feature)}
     for name in kinds.keys() & wanted:
         raise DataError(f"column {name!r} must be text, got {kinds[name]}")

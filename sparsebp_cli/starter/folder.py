@@ -15,13 +15,7 @@ from sparsebp_cli.starter.package import make_package
 from sparsebp_cli.starter.template import fill
 
 OWN_MODEL = "austen-llama"
-# Column keys of a row, in the order in which ``--columns`` names them.
-KEYS = {
-    "completion": ("prompt_column", "completion_column"),
-    "text": ("text_column",),
-    "classification": ("text_column", "label_column"),
-    "glue": ("text_column", "text_pair_column", "label_column"),
-}
+# Columns of a row, in the order in which ``--columns`` names them.
 WANTED = {"completion": ("prompt", "completion"), "chat": ("messages",), "text": ("text",)}
 WANTED |= {"classification": ("text", "label"), "glue": ("sentence1", "sentence2", "label")}
 # Columns of GLUE's pairs in MRPC, RTE, STS-B and WNLI; other tasks use other names.
@@ -73,9 +67,13 @@ def name_columns(task: Task, names: Sequence[str]) -> dict[str, object]:
         return {"columns": {"messages": names[0]}}
     if task is Task.CHAT and len(names) == 2:
         return {"columns": dict(zip(("user", "assistant"), names, strict=True))}
-    if len(names) != len(KEYS.get(task.value, ())):
+    wanted = WANTED[task.value]
+    if task is Task.CHAT or len(names) != len(wanted):
         raise UsageError(f"--columns for --task {task} needs {COLUMNS[task]}; got {len(names)}: {','.join(names)}")
-    return dict(zip(KEYS[task.value], names, strict=True))
+    if task is Task.GLUE:
+        return {"columns": {"text": list(names[:2]), "label": names[2]}}
+    renamed = {part: name for part, name in zip(wanted, names, strict=True) if part != name}
+    return {"columns": renamed} if renamed else {}
 
 
 def find_columns(task: Task, data: str) -> dict[str, object]:
@@ -136,7 +134,6 @@ def make_starter(
         raise UsageError(f"--task {task} needs --data: a file, a folder or an id of the hub ({COLUMNS[task]})")
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     policy = f"{name}-rows" if name[:1].isalpha() else "own-rows"
-    from sparsebp_cli.recipe.schema import DatasetSection
     from sparsebp_cli.source.column import write_keys
 
     second, section, what = SECOND[task]
@@ -149,7 +146,6 @@ def make_starter(
     given = columns or (OF_GLUE if task is Task.GLUE else ())
     keys = name_columns(task, given) if given else find_columns(task, data)
     found = "" if given else "  # found in the data"
-    keys = {key: value for key, value in keys.items() if value != DatasetSection.model_fields[key].default}
     more += [f"{write_keys({key: value})}{found}" for key, value in keys.items()]
     held_out = "eval_split: validation" if task is Task.GLUE else "eval_fraction: 0.1"
     words = {

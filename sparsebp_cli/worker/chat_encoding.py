@@ -43,9 +43,9 @@ def encode_prompts(
 ) -> EncodedSplit:
     """Do the same for prompts and completions that are lists of messages. The completion is trained."""
     _refuse_spans(columns)
-    if not section.completion_only_loss:
-        raise DataError("completion_only_loss: false does not work for messages: use format: chat with train_on: all")
-    return _encode(read_prompts(rows, section.prompt_column, section.completion_column), rows, section, tokenizer)
+    if section.train_on == "all":
+        raise DataError("train_on: all needs prompts and completions that are texts: for messages, use format: chat")
+    return _encode(read_prompts(rows, *section.read_columns), rows, section, tokenizer)
 
 
 def _refuse_spans(columns: Collection[str]) -> None:

@@ -71,7 +71,7 @@ def build_data(
     label_names = []
     if section.format == "classification":  # use the labels of all rows that training might have received
         of_training = [*sides.train, *(sides.held_out if section.eval_split is None else ())]
-        label_names = name_classes(read_labels(of_training, section.label_column))
+        label_names = name_classes(read_labels(of_training, section.column("label")))
     train = encode(sides.train, section, tokenizer, columns, label_names, architecture)
     held_out = encode(sides.held_out, section, tokenizer, (), label_names, architecture)
     test = encode(sides.test, section, tokenizer, (), label_names, architecture)
@@ -82,7 +82,7 @@ def build_data(
         held_out.examples, test.examples = gaps.draw_all(held_out.examples), gaps.draw_all(test.examples)
     num_made = len(train.examples)
     train.examples = train.examples[: section.max_train_examples]
-    if section.format == "completion" and not section.completion_only_loss:
+    if section.format == "completion" and section.train_on == "all":
         train.examples = [replace(example, labels=example.input_ids) for example in train.examples]
     has_test = section.test_split is not None or section.test_fraction is not None
     for name, part in (("training", train), ("held-out", held_out), *([("test", test)] if has_test else [])):
@@ -130,8 +130,7 @@ def _divide(section: DatasetSection) -> Sides:
     test: Rows = take_rows(splits, section.test_split, section.max_examples) if section.test_split else []
     if held_out and section.test_fraction is not None:
         keys = find_keys(held_out, section)
-        column = section.prompt_column if section.format == "completion" else section.text_column
-        lengths = [len(str(row.get(column) or "")) for row in held_out]
+        lengths = [len(str(row.get(section.read_columns[0]) or "")) for row in held_out]
         if section.format == "chat":
             lengths = list(map(len, keys))
         is_test = draw_test(keys, lengths, section)

@@ -109,7 +109,7 @@ def encode_text(
 ) -> EncodedSplit:
     """Pack texts into blocks of ``max_seq_length`` tokens. Each text has the tokenizer's special tokens."""
     found, length, around = EncodedSplit(), section.max_seq_length, Surrounding.of(tokenizer)
-    texts = read_texts(rows, section.text_column, may_be_empty=True)
+    texts = read_texts(rows, section.column("text"), may_be_empty=True)
     kept = [number for number, text in enumerate(texts) if text]
     if empty := len(texts) - len(kept):
         found.dropped[NO_TEXT] = empty
@@ -142,8 +142,7 @@ def encode_completion(
     """Tokenise each prompt together with its completion, as a model sees them, and ignore the tokens that it shares
     with the prompt alone. Tokens beyond ``max_seq_length`` are cut from the end, the end of sequence first."""
     found, around = EncodedSplit(), Surrounding.of(tokenizer)
-    prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
-    completions = read_texts(rows, section.completion_column, may_be_empty=True)
+    prompts, completions = (read_texts(rows, name, may_be_empty=True) for name in section.read_columns)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     prompt_ids = _tokenize(tokenizer, prompts)["input_ids"]
     tokens = _tokenize(tokenizer, texts, with_offsets=bool(columns))
@@ -178,13 +177,14 @@ def encode_classification(
     special tokens."""
     classes = {name: number for number, name in enumerate(label_names)}
     labels = []
-    for row, label in zip(rows, read_labels(rows, section.label_column), strict=True):
+    for row, label in zip(rows, read_labels(rows, section.column("label")), strict=True):
         if label not in classes:
             known = ", ".join(label_names[:10])
             raise DataError(f"{row.place}: label {label!r} is not among the labels of the training split: {known}")
         labels.append(np.array(classes[label], dtype=np.int64))
-    found, texts = EncodedSplit(), read_texts(rows, section.text_column)
-    pairs = read_texts(rows, section.text_pair_column) if section.text_pair_column is not None else None
+    found = EncodedSplit()
+    texts, *others = (read_texts(rows, name) for name in section.read_columns)
+    pairs = others[0] if others else None
     tokens = _tokenize(tokenizer, texts, pairs)
     types = tokens.get("token_type_ids") or itertools.repeat([])
     for number, (ids, types_of_one, class_) in enumerate(zip(tokens["input_ids"], types, labels, strict=False)):

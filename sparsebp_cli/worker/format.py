@@ -50,6 +50,6 @@ def _choose(rows: Rows, section: DatasetSection, architecture: Architecture) -> 
         return encode_pairs
     if architecture == "masked":
         return encode_gaps
-    if section.format == "completion" and holds_messages(rows, section.prompt_column):
+    if section.format == "completion" and holds_messages(rows, section.column("prompt")):
         return encode_prompts
     return ENCODERS[section.format]

@@ -13,23 +13,24 @@ from collections.abc import Sequence
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import show_with_type
-from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.recipe.schema import GROUP, DatasetSection
 from sparsebp_cli.source.column import Rows, read_column
 from sparsebp_cli.source.conversation import find_prompt
 
 
 def find_keys(rows: Rows, section: DatasetSection) -> list[str]:
     """Return the key of each row: the document, else text or prompt. Rows with the same key are on the same side."""
-    if section.group_column is not None:
-        groups = read_column(rows, section.group_column)
+    if GROUP in section.columns:
+        column = section.column(GROUP)
+        groups = read_column(rows, column)
         for row, group in zip(rows, groups, strict=True):
             if group is None or not isinstance(group, str | int):
                 got = show_with_type(group)
-                raise DataError(f"{row.place}: column {section.group_column!r} must be a name or a number, got {got}")
+                raise DataError(f"{row.place}: column {column!r} must be a name or a number, got {got}")
         return [str(group) for group in groups]
     if section.format == "chat":
         return [find_prompt(row, section.columns) for row in rows]
-    columns = [section.prompt_column] if section.format == "completion" else section.read_columns
+    columns = section.read_columns[: 1 if section.format == "completion" else None]
     values = zip(*(read_column(rows, column) for column in columns), strict=True)
     return ["\0".join("" if value is None else str(value) for value in row) for row in values]
 
@@ -44,9 +45,9 @@ def draw_rows(keys: Sequence[str], number: int, section: DatasetSection) -> list
     groups: dict[str, list[int]] = {}
     for row, key in enumerate(keys):
         groups.setdefault(key, []).append(row)
-    by_document = section.group_column is not None
+    by_document = GROUP in section.columns
     if len(groups if by_document else keys) < 2:
-        what = f"values of {section.group_column!r}" if by_document else "rows"
+        what = f"values of {section.column(GROUP)!r}" if by_document else "rows"
         raise DataError(
             f"dataset {section.name}: validation data need 2 or more {what}, got {len(groups)}; give an eval_split"
         )

@@ -34,11 +34,10 @@ def encode_pairs(
     if columns:
         text = f"column {min(columns)!r} marks tokens of one text, but an encoder-decoder reads two texts: leave it out"
         raise DataError(text)
-    if not section.completion_only_loss:
-        text = "completion_only_loss must be true: an encoder-decoder does not predict prompts; got false"
+    if section.train_on == "all":
+        text = "train_on must be assistant: an encoder-decoder does not predict prompts; got all"
         raise DataError(text)
-    prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
-    completions = read_texts(rows, section.completion_column, may_be_empty=True)
+    prompts, completions = (read_texts(rows, name, may_be_empty=True) for name in section.read_columns)
     length, found = section.max_seq_length, EncodedSplit()
     if not prompts:
         return found

@@ -64,8 +64,8 @@ def read_asked(rows: Rows, section: DatasetSection) -> Sequence[Conversation] | 
     """Return the conversations of rows; None if prompts are texts."""
     if section.format == "chat":
         return read_conversations(rows, section.columns)
-    if rows and holds_messages(rows, section.prompt_column):
-        return read_prompts(rows, section.prompt_column, section.completion_column)
+    if rows and holds_messages(rows, section.column("prompt")):
+        return read_prompts(rows, *section.read_columns)
     return None
 
 
@@ -79,8 +79,8 @@ def find_answer(one: Conversation) -> int | None:
 def _of_texts(
     chosen: Rows, examples: Sequence[EncodedExample], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    texts = read_texts(chosen, section.prompt_column, may_be_empty=True)
-    references = read_texts(chosen, section.completion_column)
+    texts = read_texts(chosen, section.column("prompt"), may_be_empty=True)
+    references = read_texts(chosen, section.column("completion"))
     around = Surrounding.of(tokenizer)
     prompts = []
     encoded = call_tokenizer(tokenizer, texts)["input_ids"]

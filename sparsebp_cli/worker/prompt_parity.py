@@ -22,7 +22,7 @@ def compare_prompts(
     rows: Rows, examples: Sequence[EncodedExample], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, list[Prompt]]:
     """Return the number of prompts, and the prompts whose tokens differ from the beginning of their example."""
-    is_asked = section.format in ("completion", "chat") and section.completion_only_loss
+    is_asked = section.format == "chat" or (section.format == "completion" and section.train_on == "assistant")
     if not is_asked or any(example.is_pair for example in examples):
         return 0, []  # an encoder reads its prompt separately in training too
     chosen = [rows[example.document] for example in examples]

@@ -175,13 +175,13 @@ def test_every_recipe_of_a_starter_folder_is_valid(call: Cli, tmp_path: Path, ro
             "completion",
             [{"question": "say", "reply": " word"}],
             "",
-            {"prompt_column": "question", "completion_column": "reply"},
+            {"columns": {"prompt": "question", "completion": "reply"}},
         ),
         (
             "classification",
             [{"body": "word", "kind": 1}, {"body": "a", "kind": 2}],
             "body,kind",
-            {"text_column": "body", "label_column": "kind"},
+            {"columns": {"text": "body", "label": "kind"}},
         ),
     ],
 )

@@ -187,6 +187,41 @@ def test_a_stored_ratio_of_the_warmup_becomes_a_fraction(tmp_path, ratio: float 
     assert (read.recipe.training.warmup_steps, read.group) == (5 if ratio is None else ratio, group)
 
 
+@pytest.mark.parametrize(
+    ("former", "now", "group"),
+    [
+        ({"text_column": "body"}, {"columns": {"text": "body"}}, "d93bd9797b13"),
+        (
+            {"format": "completion", "prompt_column": "q", "label_column": "unread", "completion_only_loss": False},
+            {"columns": {"prompt": "q"}, "train_on": "all"},
+            "187c991218d5",
+        ),
+        (
+            {"format": "classification", "text_column": "a", "text_pair_column": "b", "label_column": "kind"},
+            {"columns": {"text": ["a", "b"], "label": "kind"}},
+            "b8ed195207aa",
+        ),
+        (
+            {"format": "chat", "group_column": "g", "columns": {"user": "q", "assistant": "a"}, "train_on": "last"},
+            {"columns": {"user": "q", "assistant": "a", "group": "g"}, "train_on": "last"},
+            "fccb0ecdbf97",
+        ),
+    ],
+)
+def test_stored_names_of_columns_become_columns_of_the_same_group(
+    tmp_path, former: dict, now: dict, group: str
+) -> None:
+    content = json.loads(Plan(recipe=recipe()).model_dump_json())
+    usual = {f"{part}_column": part for part in ("text", "prompt", "completion", "label")}
+    usual |= {"text_pair_column": None, "group_column": None, "completion_only_loss": True}
+    content["recipe"]["dataset"] |= usual | former
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    plan = Plan.load(tmp_path / "plan.json")
+    assert {key: getattr(plan.recipe.dataset, key) for key in now} == now
+    assert plan.group == group
+    assert Seal(content["recipe"], {}).changes(Seal(plan.recipe.model_dump(mode="json"), {})) == []
+
+
 def test_a_stored_regression_is_read_and_does_not_go_on(tmp_path) -> None:
     content = json.loads(Plan(recipe=recipe()).model_dump_json())
     content["recipe"]["dataset"]["format"] = "regression"

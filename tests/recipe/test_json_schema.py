@@ -105,7 +105,7 @@ def test_schema_and_loader_agree_on_every_key_with_every_kind_of_value(read: Rea
     for path in walk(content):
         # Beyond the schema: that either name or config is given, what goes together, which optimizers are installed.
         beyond = {("model", "config"), ("model", "name"), ("training", "optim"), ("training", "optim_args")}
-        beyond |= {("target", "nodes"), ("dataset", "text_pair_column"), ("tracking", "uri")}  # which stores work
+        beyond |= {("target", "nodes"), ("tracking", "uri")}  # which stores work
         beyond |= {("dataset", key) for key in ("columns", "chat_template", "train_on")}  # of some formats
         beyond |= {("checkpoint", "keep_best"), ("measure", "metric"), ("measure", "generate")}  # what is measured
         beyond |= {("model", "peft"), ("model", "adapter")}  # one of them and lora

@@ -49,7 +49,7 @@ def test_a_column_a_split_or_a_length_that_the_hub_does_not_have_is_found(
     monkeypatch.chdir(hub)
     text = (FOLDER / "papers" / "vcas-mnli.yaml").read_text()
     for old, new, key in (
-        ("text_pair_column: hypothesis", "text_pair_column: hypotheses", "text_pair_column"),
+        ("premise, hypothesis", "premise, hypotheses", "columns"),
         ("validation_matched", "validation", "eval_split"),
         ("max_seq_length: 128", "max_seq_length: 1024", "max_seq_length"),
         ("subset: mnli", "subset: mnly", "name"),

@@ -17,6 +17,7 @@ Refuse = Callable[..., str]
 Read = Callable[..., Recipe]
 
 TRAINING = SMALL + "training:\n  "
+DATASET = SMALL.replace("dataset: {name: python-docs}", "dataset:\n  name: python-docs") + "  "
 
 
 @pytest.mark.parametrize(
@@ -222,6 +223,18 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
         ),
         (TRAINING + "warmup_ratio: 0.1", "write training.warmup_steps (below 1: a fraction of the steps)"),
         (TRAINING + "warmup_steps: 1.5", "training.warmup_steps: "),
+        (
+            DATASET + "prompt_column: q",
+            "unknown key 'prompt_column': in a recipe, write dataset.columns: {prompt: NAME}",
+        ),
+        (DATASET + "text_pair_column: b", "in a recipe, write dataset.columns: {text: [NAME, OTHER]}"),
+        (DATASET + "group_column: g", "in a recipe, write dataset.columns: {group: NAME}"),
+        (DATASET + "completion_only_loss: false", "in a recipe, write dataset.train_on: assistant (false: all)"),
+        (
+            DATASET + "columns: {promt: q}",
+            "dataset.columns.promt: not a column of format text; allowed: text, group",
+        ),
+        (DATASET + "columns: {text: [a, b]}", "dataset.columns.text: must be one name, got a list"),
         (
             TRAINING + "weight_decay: 0.1\n  optim_args: {weight_decay: 0.1}",
             "training: give only one of weight_decay and optim_args.weight_decay, got both",

@@ -89,7 +89,7 @@ def test_a_packed_block_knows_the_document_that_gave_most_of_its_tokens(tmp_path
     file = tmp_path / "texts.jsonl"
     rows = [{"text": "a" * 40}, {"text": "b" * 6}, {"text": "c" * 60}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    data = build_data(DatasetSection(name=str(file), max_seq_length=8, text_column="text"), tokenizer)
+    data = build_data(DatasetSection(name=str(file), max_seq_length=8, columns={"text": "text"}), tokenizer)
     found = [*data.train, *data.held_out]
     ends = np.cumsum([len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) + 1 for row in rows])
     owners = [np.searchsorted(ends, np.arange(8 * n, 8 * n + 8), side="right") for n in range(len(found))]
@@ -134,7 +134,7 @@ def test_a_classification_is_trained_and_its_accuracy_measured(tmp_path, tiny_re
         ({"name": "package:json/nothing.txt"}, "has no 'nothing.txt'"),
         ({"name": "package:no_such_package/x"}, "no installed package"),
         ({"name": "package:json/../os.py"}, "has no '../os.py'"),
-        ({"name": "@pairs", "format": "completion", "prompt_column": "promt"}, "did you mean prompt?"),
+        ({"name": "@pairs", "format": "completion", "columns": {"prompt": "promt"}}, "did you mean prompt?"),
         ({"name": "@pairs", "split": "trian"}, "the dataset has no split"),
         ({"name": "@pairs", "eval_split": "test"}, "it has train"),
         ({"name": "@binary"}, "cannot read .bin"),

@@ -30,7 +30,10 @@ def classify(tokenizer: Any, texts: list[str], pairs: list[str] | None, length: 
     columns = {"text": texts, "label": ["good"] * len(texts)} | ({"pair": pairs} if pairs else {})
     rows = as_rows([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)], "rows")
     section = DatasetSection(
-        name="rows", format="classification", max_seq_length=length, text_pair_column="pair" if pairs else None
+        name="rows",
+        format="classification",
+        max_seq_length=length,
+        columns={"text": ["text", "pair"]} if pairs else {},
     )
     return encode(rows, section, tokenizer, label_names=["bad", "good"])
 

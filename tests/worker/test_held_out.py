@@ -19,7 +19,7 @@ from sparsebp_cli.worker.model import build_tokenizer
 from tests.worker.conftest import LLAMA
 
 PLAIN = DatasetSection(name="x", format="completion")
-GROUPED = DatasetSection(name="x", format="completion", group_column="document")
+GROUPED = DatasetSection(name="x", format="completion", columns={"group": "document"})
 
 
 @given(st.lists(st.sampled_from("abcdefghijkl"), min_size=8, max_size=60), st.integers(1, 6))
@@ -76,9 +76,8 @@ def test_a_file_that_is_sorted_by_label_holds_out_some_of_each_class(tmp_path: P
 
 def test_a_document_is_on_one_side_also_of_packed_text_and_of_a_test(tmp_path: Path, tiny_folder: Path) -> None:
     rows = [{"text": f"document{n // 5} line {n} of the file", "document": n // 5} for n in range(300)]
-    data = build(
-        tmp_path, tiny_folder, rows, group_column="document", eval_fraction=0.2, test_fraction=0.5, max_seq_length=8
-    )
+    options = {"columns": {"group": "document"}, "eval_fraction": 0.2, "test_fraction": 0.5, "max_seq_length": 8}
+    data = build(tmp_path, tiny_folder, rows, **options)
     splits = data.census["splits"]
     assert splits["train"]["rows"] == 240
     assert splits["validation"]["rows"] + splits["test"]["rows"] == 60
@@ -89,6 +88,6 @@ def test_a_document_is_on_one_side_also_of_packed_text_and_of_a_test(tmp_path: P
 def test_the_tail_of_packed_text_is_held_out_unless_documents_are_named(tmp_path: Path, tiny_folder: Path) -> None:
     rows = [{"text": f"line {n} of the file"} for n in range(200)]
     tail = build(tmp_path, tiny_folder, rows, max_seq_length=8)
-    drawn = build(tmp_path, tiny_folder, rows, max_seq_length=8, group_column="text")
+    drawn = build(tmp_path, tiny_folder, rows, max_seq_length=8, columns={"group": "text"})
     assert tail.digest() != drawn.digest()
     assert drawn.census["splits"]["validation"]["rows"] == 20

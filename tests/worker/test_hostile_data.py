@@ -304,7 +304,7 @@ TALK = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "x"}
         ({"prompt": "x", "completion": LONG}, {"format": "completion"}, "encoder-decoder"),
         (
             {"text": "x", "other": LONG, "label": "a"},
-            {"format": "classification", "text_pair_column": "other"},
+            {"format": "classification", "columns": {"text": ["text", "other"]}},
             "causal",
         ),
         ({"messages": TALK}, {"format": "chat"}, "causal"),

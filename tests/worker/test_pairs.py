@@ -27,7 +27,7 @@ def test_pairs_of_texts_train_alike_with_dense_and_lossless(tmp_path: Path, tiny
             dataset={
                 "name": str(tmp_path / "pairs.jsonl"),
                 "format": "classification",
-                "text_pair_column": "other",
+                "columns": {"text": ["text", "other"]},
                 "max_seq_length": 32,
             },
             policy=[{"name": policy}],

@@ -124,7 +124,7 @@ def test_a_column_of_something_else_is_refused(tiny_folder, tiny_recipe, wrong) 
 
 def test_prompts_can_be_trained_on_and_are_never_counted_in_evaluation(completion) -> None:
     recipe = completion()
-    whole = recipe.model_copy(update={"dataset": recipe.dataset.model_copy(update={"completion_only_loss": False})})
+    whole = recipe.model_copy(update={"dataset": recipe.dataset.model_copy(update={"train_on": "all"})})
     (_, masked), (_, dense) = load(recipe), load(whole)
     assert [e.input_ids.tolist() for e in masked.train] == [e.input_ids.tolist() for e in dense.train]
     assert all((e.labels == e.input_ids).all() for e in dense.train)
