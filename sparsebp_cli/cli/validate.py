@@ -138,9 +138,8 @@ def _print_checked(found: CheckedRecipe) -> None:
 
 
 def preview(plan: Plan) -> list[str]:
-    """Return one or two lines: a step's cost against dense, and the largest possible gain of choosing. Train nothing.
-    Raise ``UsageError`` if model or data cannot be loaded as the recipe says, ``RunFailedError`` if the process failed.
-    """
+    """Return a line about a step's cost against dense; none if it is the same. Train nothing. Raise
+    ``UsageError`` if model or data cannot be loaded as the recipe says, ``RunFailedError`` if the process failed."""
     return [str(line) for line in ask_worker("preview", plan, "computes a trial step")["lines"]]
 
 

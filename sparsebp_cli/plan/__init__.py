@@ -2,7 +2,7 @@
 
 from sparsebp_cli.plan.plan import Plan, content_hash, make_plan
 from sparsebp_cli.plan.provenance import LedgerMark, Provenance, find_provenance
-from sparsebp_cli.plan.selection_gain import reached_share, speedup_limit
+from sparsebp_cli.plan.speedup import reached_share, speedup_limit
 
 __all__ = [
     "LedgerMark",

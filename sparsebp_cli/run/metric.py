@@ -81,9 +81,6 @@ CHOICE_COST = Metric("choice/cost_ratio", "", "lower")  # r: FLOPs of a policy's
 CHOICE_SECONDS = Metric("choice/seconds_ratio", "", "lower", timing=True)  # in time, measured alternately
 CHOICE_SHARE = Metric("choice/share", "share")  # p: fraction trained of what the policy chooses from
 CHOICE_WORTH = Metric("choice/worth", "", "lower")  # r / p: how many dense units a kept unit must be worth
-TARGET_ESS = Metric("choice/ess", "share")  # effective sample size of the targets' gradients at the head
-EXAMPLE_ESS = Metric("choice/example_ess", "share")  # the same for the examples' gradients
-ROW_ESS = Metric("choice/row_ess", "share")  # the same for token positions at the sites, median over sites
 KEPT_SHARE = Metric("policy/kept_share", "share")
 TRAINED_SHARE = Metric("policy/trained_share", "share")  # fraction of the targets whose loss counts
 CARRIED_SHARE = Metric("policy/carried_share", "share")  # fraction of non-padding positions with a gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,16 +12,15 @@ from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Movement
 from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.proof.proof import COLUMNS, Overclaim, kept_share
-from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
 from sparsebp_cli.worker.peak_memory import PeakMemory
-from sparsebp_cli.worker.price import Shape, StepPrice, join_shapes, shape_of
+from sparsebp_cli.worker.price import Shape, StepPrice
 from sparsebp_cli.worker.probe import count_price, price_pass, run_probe
 from sparsebp_cli.worker.process import Ranks
-from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
 from sparsebp_cli.worker.sgd_noise import Half, measure_sgd_variance
+from sparsebp_cli.worker.step_cost import StepCost
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import PassResult, RestOfUpdate, TrialStep, trainable_parameters
 
@@ -57,41 +56,27 @@ class Measurement:
         proofs = History.load(self.journal.path.parent).proofs
         self._proofs = {step: proof["modules"] for step, proof in proofs.items()}
 
-    def measure_gain(
-        self,
-        forward: Callable[[], Tensor],
-        batch: Mapping[str, Tensor],
-        run: Callable[..., object],
-        policies: Sequence[Policy],
-    ) -> SelectionGain:
-        """Measure before training what a step costs and what selection can gain. ``forward`` returns the loss of the
-        first micro-batch, ``batch`` is that micro-batch on the device, and ``policies`` are the attached policies."""
+    def measure_cost(
+        self, forward: Callable[[], Tensor], shape: Callable[[], Shape], policies: Sequence[Policy]
+    ) -> StepCost:
+        """Measure before training what a step costs. ``forward`` returns the loss of the first micro-batch, ``shape``
+        is as in :meth:`before`, and ``policies`` are the attached policies."""
         self.peak.pause()
-        rest = self.rest()
-        shape = join_shapes([shape_of(one) for one in rest.batches or [batch]])
-        with TrialStep(self.model, self.engine, forward, self.backward, rest) as trial:
+        with TrialStep(self.model, self.engine, forward, self.backward, self.rest()) as trial:
             probe = run_probe(trial, Stopwatch(self.device))
-            self.price.see_probe(price_pass(probe.proof, shape), probe.kind)
-            found = measure_selection_gain(trial, probe, batch, run, policies)
+        self.price.see_probe(price_pass(probe.proof, shape()), probe.kind)
         self.peak.resume()
-        return found
+        return StepCost.of(probe, policies)
 
-    def at_start(
-        self,
-        forward: Callable[[], Tensor],
-        batch: Mapping[str, Tensor],
-        run: Callable[..., object],
-        policies: Sequence[Policy],
-    ) -> Values:
-        """Measure the selection gain before training, if the run has probes. Note it in the event log and return its
+    def at_start(self, forward: Callable[[], Tensor], shape: Callable[[], Shape], policies: Sequence[Policy]) -> Values:
+        """Measure the cost of a step before training, if the run has probes. Note it in the event log and return its
         metrics."""
         if self.recipe.measure.probe_every is None:
             return {}
-        gain = self.measure_gain(forward, batch, run, policies)
-        for level, line in (("info", gain.describe_cost()), ("detail", gain.describe_choice())):
-            if line:
-                self.journal.write("note", level=level, text=line)
-        return gain_metrics(gain)
+        cost = self.measure_cost(forward, shape, policies)
+        if line := cost.describe():
+            self.journal.write("note", level="info", text=line)
+        return cost.metrics()
 
     @property
     def _is_limited(self) -> bool:

@@ -1,4 +1,5 @@
-"""``python -m sparsebp_cli.worker.preview FOLDER/plan.json``: measure what selection may gain, without training.
+"""``python -m sparsebp_cli.worker.preview FOLDER/plan.json``: measure what a step costs beside a dense step, without
+training.
 
 The last line of standard output is JSON: ``{"lines": [...], "values": {metric: number}}``, or ``{"error": text, "code":
 exit code}``. Output of libraries goes to standard error.
@@ -21,14 +22,13 @@ wait_briefly()
 
 def measure_first_batch(plan_file: Path) -> Mapping[str, object]:
     """Measure the first micro-batch of a plan."""
-    from sparsebp_cli.worker.selection_gain import gain_metrics
     from sparsebp_cli.worker.training import Training
 
     run = RunFolder(plan_file.absolute().parent)
     with JournalWriter(run.path, durable=False) as journal:
         training = Training.build(Plan.load(plan_file), run, journal, StopRequest())
-        gain = training.measure_gain()
-        return {"lines": gain.lines(), "values": gain_metrics(gain)}
+        cost = training.measure_cost()
+        return {"lines": list(filter(None, [cost.describe()])), "values": cost.metrics()}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
-from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.recipe.evaluation import EVAL, list_measured
 from sparsebp_cli.recipe.evaluation import TEST as TEST_PREFIX
@@ -32,7 +31,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.run.journal import SAVED
 from sparsebp_cli.worker.adapter import is_adapted, merge
 from sparsebp_cli.worker.allowance import Allowance
-from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss, to_device
+from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.best import BestEvaluation
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.compiled import describe_graphs
@@ -60,6 +59,7 @@ from sparsebp_cli.worker.reload import ReloadedOutputs
 from sparsebp_cli.worker.sgd_noise import halve
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import Restorable, restore, take_snapshot
+from sparsebp_cli.worker.step_cost import StepCost
 from sparsebp_cli.worker.step_kind import StepKind, describe_pass
 from sparsebp_cli.worker.step_metrics import (
     kept_share,
@@ -405,14 +405,20 @@ class Training(Restorable):
         norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if max_norm is None else max_norm)
         return full_tensor(norm)
 
-    def measure_gain(self) -> SelectionGain:
-        """Measure what the policies may gain in the first micro-batch, without training."""
-        return self.measurement.measure_gain(*self._coming(), self.policies)
+    def measure_cost(self) -> StepCost:
+        """Measure what a step costs beside a dense step, without training."""
+        return self.measurement.measure_cost(*self._coming(), self.policies)
 
-    def _coming(self) -> tuple[Callable[[], Tensor], Batch, nn.Module]:
-        """Return the loss, the tensors and the model of the next step's first micro-batch."""
-        batch, _ = self.order.rank_part(number := self._first_batch)
-        return lambda: self._loss(number), to_device(batch, self.accelerator.device), self.model
+    def _coming(self) -> tuple[Callable[[], Tensor], Callable[[], Shape]]:
+        """Return functions that compute the loss of the next step's first micro-batch, and the shape of a trial's
+        input: that micro-batch, or all that a policy runs together."""
+        number = self._first_batch
+
+        def shape() -> Shape:
+            batches = self._rest_of_update().batches or [self.order.rank_part(number)[0]]
+            return join_shapes([shape_of(batch) for batch in batches])
+
+        return lambda: self._loss(number), shape
 
     def _rest_of_update(self) -> RestOfUpdate:
         """Return the micro-batches that a measurement of the next step runs together, if a policy shares rows among
@@ -428,12 +434,7 @@ class Training(Restorable):
         """Take the measurements that are due on the next step's first micro-batch."""
         number = self._first_batch
         halves = (lambda: halve(self.order[number], self._plain_loss)) if self.ranks.count == 1 else None
-
-        def shape() -> Shape:
-            batches = self._rest_of_update().batches or [self.order.rank_part(number)[0]]
-            return join_shapes([shape_of(batch) for batch in batches])
-
-        return self.measurement.before(self.step + 1, lambda: self._loss(number), shape, halves)
+        return self.measurement.before(self.step + 1, *self._coming(), halves)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on validation, and after the last step also on the test split."""

@@ -462,7 +462,7 @@ ELSEWHERE = {
     ("target/launch.py", "sparsebp resume {}"): (
         "target/test_weather.py::test_a_run_is_started_once_and_ends_right_in_every_weather"
     ),
-    ("plan/selection_gain.py", "sparsebp worth RECIPE"): (
+    ("worker/step_cost.py", "sparsebp worth RECIPE"): (
         "worker/test_worth.py::test_uniform_examples_are_worth_exactly_their_price"
     ),
     ("cli/checkup.py", "sparsebp sync --all"): (

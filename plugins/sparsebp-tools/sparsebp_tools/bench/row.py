@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sparsebp_cli.plan.selection_gain import SelectionGain, reached_share, speedup_limit
+from sparsebp_cli.plan import reached_share, speedup_limit
 from sparsebp_cli.policy import GradientSelector
 from sparsebp_tools.bench import BenchForm, BenchmarkRow, BreakEven, RoundQuartiles, find_break_even
 from sparsebp_tools.bench.subject import Count, Pass, Subject
@@ -97,7 +97,9 @@ def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, pl
     note = ""
     if form is not None and form.execution == "csr" and count.backward_flops >= plain.backward_flops:
         note = "ran with a mask: PyTorch has no CSR product for this dtype here"
-    gain = _find_gain(case, count, plain, ratio.median)
+    cost = (count.forward_flops + count.backward_flops) / (plain.forward_flops + plain.backward_flops)
+    policy = case.variant.policy
+    chooses = isinstance(policy, GradientSelector) and policy.selection is not None
     return BenchmarkRow(
         site=variant.sites or "",
         label=variant.label if form is None else form.label,
@@ -118,20 +120,11 @@ def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, pl
         peak_bytes=count.peak_bytes,
         peak_ratio=peak_ratio,
         kept_share=None if count.kept_share is None or form is None else round(count.kept_share, 6),
-        cost_ratio=round(gain.cost_ratio, 4),
-        unit_worth=None if gain.unit_worth is None else round(gain.unit_worth, 4),
+        cost_ratio=round(cost, 4),
+        unit_worth=round(cost / count.kept_share, 4) if chooses and count.kept_share else None,
         note=note,
         passes=[one.as_dict() for one in passes],
     )
-
-
-def _find_gain(case: BenchCase, count: Count, plain: Count, seconds_ratio: float) -> SelectionGain:
-    """Return the cost and kept fraction of a pass; effective sample sizes mean nothing for random tokens."""
-    ratio = (count.forward_flops + count.backward_flops) / (plain.forward_flops + plain.backward_flops)
-    policy = case.variant.policy
-    chooses = isinstance(policy, GradientSelector) and policy.selection is not None
-    share = count.kept_share if chooses else None
-    return SelectionGain(ratio, seconds_ratio, share, None, {})
 
 
 def break_evens(forms: Sequence[BenchForm], rows: list[BenchmarkRow]) -> list[BreakEven]:
