@@ -7,6 +7,7 @@ data.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -111,95 +112,59 @@ def ordered_batches(
 
 def collate(examples: Sequence[EncodedExample], pad_token_id: int, columns: Collection[str] = ()) -> dict[str, Tensor]:
     """Return one padded batch. It has ``input_ids`` (B, T), ``labels`` (B, T) or (B,), ``attention_mask`` (B, T) if
-    anything is padded, ``token_type_ids`` (B, T) for pairs, and the named columns (B, T), 0 where padded. Padding is on
-    the right unless the examples say otherwise."""
+    anything is padded, ``token_type_ids`` (B, T) for pairs, and the named columns (B, T), 0 where padded, or 1 for
+    weights of the loss. Padding is on the right unless the examples say otherwise."""
+    ids = [example.input_ids for example in examples]
     if examples[0].is_pair:
-        return _collate_pairs(examples, pad_token_id)
-    longest = max(len(example.input_ids) for example in examples)
-    if all(len(example.input_ids) == longest for example in examples):
-        ids_BT = torch.stack([torch.from_numpy(example.input_ids) for example in examples])
-        labels = torch.stack([torch.from_numpy(e.labels) for e in examples])
-        return (
-            {"input_ids": ids_BT, "labels": labels} | _types(examples, longest) | _columns(examples, columns, longest)
-        )
-    length = -(-longest // PAD_TO) * PAD_TO
-    ids_BT = torch.full((len(examples), length), pad_token_id)
-    mask_BT = torch.zeros((len(examples), length), dtype=torch.int64)
-    labels_BT = torch.full((len(examples), length), IGNORED)
-    for row, example in enumerate(examples):
-        place = _place(example, length)
-        ids_BT[row, place] = torch.from_numpy(example.input_ids)
-        mask_BT[row, place] = 1
-        if example.labels.ndim:
-            labels_BT[row, place] = torch.from_numpy(example.labels)
-    single = examples[0].labels.ndim == 0
-    labels = torch.stack([torch.from_numpy(e.labels) for e in examples]) if single else labels_BT
-    padded = {"input_ids": ids_BT, "labels": labels, "attention_mask": mask_BT}
-    return padded | _types(examples, length) | _columns(examples, columns, length)
+        return _collate_pairs(ids, [example.labels for example in examples], pad_token_id)
+    longest = max(map(len, ids))
+    is_padded = any(len(each) < longest for each in ids)
+    length, left = _round_up(longest) if is_padded else longest, [example.pads_left for example in examples]
+    fill = partial(_fill, length=length, left=left)
+    if examples[0].labels.ndim:
+        labels = fill([example.labels for example in examples], IGNORED)
+    else:
+        labels = torch.stack([torch.from_numpy(example.labels) for example in examples])
+    batch = {"input_ids": fill(ids, pad_token_id), "labels": labels}
+    if is_padded:
+        batch["attention_mask"] = fill([np.ones_like(each) for each in ids], 0)
+    types = [example.token_type_ids for example in examples]
+    if any(each is not None for each in types):  # all 0 is the default of models
+        batch["token_type_ids"] = fill(types, 0)
+    for name in columns:
+        if name == LOSS_WEIGHT:  # an example in which all weights are 1 has no such column
+            batch[name] = fill([example.columns.get(name) for example in examples], 1)
+        else:
+            batch[name] = fill([example.columns[name] for example in examples], 0)
+    return batch
 
 
-def _collate_pairs(examples: Sequence[EncodedExample], pad_token_id: int) -> dict[str, Tensor]:
+def _collate_pairs(
+    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], pad_token_id: int
+) -> dict[str, Tensor]:
     """Return a batch for an encoder and a decoder, each padded on the right: ``input_ids`` and ``attention_mask`` (B,
     S), ``labels`` and ``decoder_attention_mask`` (B, T). The model shifts the labels itself."""
-    source_BS, mask_BS = _pad([example.input_ids for example in examples], pad_token_id)
-    labels_BT, decoder_mask_BT = _pad([example.labels for example in examples], IGNORED)
-    return {
-        "input_ids": source_BS,
-        "labels": labels_BT,
-        "attention_mask": mask_BS,
-        "decoder_attention_mask": decoder_mask_BT,
-    }
-
-
-def _pad(rows: Sequence[np.ndarray], value: int) -> tuple[Tensor, Tensor]:
-    """Return rows padded on the right to a multiple of 8, and a mask of the real positions."""
-    length = -(-max(map(len, rows)) // PAD_TO) * PAD_TO
-    padded = torch.full((len(rows), length), value)
-    mask = torch.zeros((len(rows), length), dtype=torch.int64)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = torch.from_numpy(row)
-        mask[number, : len(row)] = 1
-    return padded, mask
-
-
-def _types(examples: Sequence[EncodedExample], length: int) -> dict[str, Tensor]:
-    """Return the token types (B, T) of pairs of texts, 0 where padded; nothing if all are 0, the default of models."""
-    if all(example.token_type_ids is None for example in examples):
-        return {}
-    types_BT = torch.zeros((len(examples), length), dtype=torch.int64)
-    for row, example in enumerate(examples):
-        if example.token_type_ids is not None:
-            types_BT[row, _place(example, length)] = torch.from_numpy(example.token_type_ids)
-    return {"token_type_ids": types_BT}
-
-
-def _place(example: EncodedExample, length: int) -> slice:
-    """Return the positions of an example in a padded row."""
-    count = len(example.input_ids)
-    return slice(length - count, length) if example.pads_left else slice(count)
-
-
-def _columns(examples: Sequence[EncodedExample], names: Collection[str], length: int) -> dict[str, Tensor]:
-    found = {}
-    for name in names:
-        if name == LOSS_WEIGHT:
-            found[name] = _weights(examples, length)
-            continue
-        first = torch.from_numpy(examples[0].columns[name])
-        found[name] = torch.zeros((len(examples), length), dtype=first.dtype)
-        for row, example in enumerate(examples):
-            found[name][row, _place(example, length)] = torch.from_numpy(example.columns[name])
+    found, names = {}, ("input_ids", "attention_mask", "labels", "decoder_attention_mask")
+    for parts, value, name, mask in ((sources, pad_token_id, *names[:2]), (targets, IGNORED, *names[2:])):
+        length, left = _round_up(max(map(len, parts))), [False] * len(parts)
+        found[name] = _fill(parts, value, length, left)
+        found[mask] = _fill([np.ones_like(part) for part in parts], 0, length, left)
     return found
 
 
-def _weights(examples: Sequence[EncodedExample], length: int) -> Tensor:
-    """Return the loss weights (B, T), 1 where an example has none."""
-    weight_BT = torch.ones((len(examples), length))
-    for row, example in enumerate(examples):
-        weight_T = example.columns.get(LOSS_WEIGHT)
-        if weight_T is not None:
-            weight_BT[row, : len(weight_T)] = torch.from_numpy(weight_T)
-    return weight_BT
+def _round_up(length: int) -> int:
+    return -(-length // PAD_TO) * PAD_TO
+
+
+def _fill(parts: Sequence[np.ndarray | None], value: int, length: int, left: Sequence[bool]) -> Tensor:
+    """Return rows with the parts, and ``value`` at other positions. ``left`` says which rows are padded on the left.
+    None is a row without a part."""
+    dtype = next((torch.from_numpy(part).dtype for part in parts if part is not None), torch.float32)
+    filled = torch.full((len(parts), length), value, dtype=dtype)
+    for row, part in enumerate(parts):
+        if part is not None:
+            filled[row, slice(length - len(part), length) if left[row] else slice(len(part))] = torch.from_numpy(part)
+    return filled
 
 
 def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
