@@ -15,6 +15,7 @@ from typing import Literal
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten, show_with_type
+from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
 from sparsebp_cli.source.column import SHAREGPT, Rows, read_column, write_keys
 from sparsebp_cli.source.reader import Row
@@ -81,6 +82,15 @@ def read_prompts(rows: Rows, prompt_column: str, completion_column: str) -> list
         messages = [*first, *read_messages(row, completion, completion_column, {})]
         talks.append(Conversation(row.place, messages, _weigh(row, messages), of_row, num_given=len(first)))
     return talks
+
+
+def read_talks(rows: Rows, section: DatasetSection) -> list[Conversation] | None:
+    """Return the conversation of each row; None if the rows hold texts."""
+    if section.format == "chat":
+        return read_conversations(rows, section.columns)
+    if section.format == "completion" and holds_messages(rows, section.column("prompt")):
+        return read_prompts(rows, *section.read_columns)
+    return None
 
 
 def find_prompt(row: Row, columns: Mapping[str, str | Sequence[str]]) -> str:

@@ -19,7 +19,7 @@ from sparsebp_cli.source.adapter import find_adapter, read_adapter
 from sparsebp_cli.source.architecture import find_architecture
 from sparsebp_cli.source.attention import refuse_missing_package
 from sparsebp_cli.source.column import Rows, missing_split, read_column, read_labels, read_texts
-from sparsebp_cli.source.conversation import holds_messages, list_names, read_conversations, read_prompts, read_template
+from sparsebp_cli.source.conversation import holds_messages, list_names, read_talks, read_template
 from sparsebp_cli.source.model import (
     check_files,
     check_tokenizer,
@@ -235,9 +235,8 @@ def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -
     if section.format == "chat":
         for name in list_names(section.columns):
             yield from _problems_of(at, read_column, rows, name)
-        yield from _problems_of(at, read_conversations, rows, section.columns)
-    elif section.format == "completion" and holds_messages(rows, section.column("prompt")):
-        yield from _problems_of(at, read_prompts, rows, *section.read_columns)
+    if section.format == "chat" or (section.format == "completion" and holds_messages(rows, section.column("prompt"))):
+        yield from _problems_of(at, read_talks, rows, section)
     else:
         for name in section.read_columns:
             may_be_empty = section.format != "classification"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
-from sparsebp_cli.source.column import Rows
-from sparsebp_cli.source.conversation import Conversation, read_conversations, read_prompts, read_template
+from sparsebp_cli.source.conversation import Conversation, read_template
 from sparsebp_cli.worker.chat import ChatText, Span, mark_tokens, write_chats
 from sparsebp_cli.worker.encoding import IGNORED, NUM_TAIL, EncodedExample, EncodedSplit, Written, call_tokenizer
 
@@ -22,48 +21,18 @@ CHAT_CUT = "the conversation loses its end"
 
 
 def encode_chat(
-    rows: Rows,
-    section: DatasetSection,
-    tokenizer: PreTrainedTokenizerBase,
-    columns: Collection[str],
-    _: Sequence[str],
+    conversations: Sequence[Conversation], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> EncodedSplit:
-    """Write each conversation by the chat template, and ignore the tokens that are not trained. Text beyond
-    ``max_seq_length`` is cut from the end."""
-    _refuse_spans(columns)
-    return _encode(read_conversations(rows, section.columns), rows, section, tokenizer)
-
-
-def encode_prompts(
-    rows: Rows,
-    section: DatasetSection,
-    tokenizer: PreTrainedTokenizerBase,
-    columns: Collection[str],
-    _: Sequence[str],
-) -> EncodedSplit:
-    """Do the same for prompts and completions that are lists of messages. The completion is trained."""
-    _refuse_spans(columns)
-    if section.train_on == "all":
+    """Write each conversation by the chat template, and ignore the tokens that are not trained: of a prompt and a
+    completion, the prompt. Text beyond ``max_seq_length`` is cut from the end."""
+    if section.format == "completion" and section.train_on == "all":
         raise DataError("train_on: all needs prompts and completions that are texts: for messages, use format: chat")
-    return _encode(read_prompts(rows, *section.read_columns), rows, section, tokenizer)
-
-
-def _refuse_spans(columns: Collection[str]) -> None:
-    if columns:
-        raise DataError(
-            f"column {min(columns)!r} marks characters of a text, but the rows are conversations: leave it out"
-        )
-
-
-def _encode(
-    conversations: Sequence[Conversation], rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase
-) -> EncodedSplit:
     if not tokenizer.is_fast:
         raise DataError(f"format {section.format} of messages needs a fast tokenizer, got {type(tokenizer).__name__}")
     found, numbers = EncodedSplit(), [number for number, one in enumerate(conversations) if one.messages]
     if empty := len(conversations) - len(numbers):
         found.dropped[NO_TURN] = empty
-    conversations, rows = [conversations[number] for number in numbers], [rows[number] for number in numbers]
+    conversations = [conversations[number] for number in numbers]
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     texts = write_chats(conversations, find_template(section, tokenizer), tokens, section.train_on)
     # The template itself writes every special token.

@@ -101,11 +101,7 @@ class Surrounding:
 
 
 def encode_text(
-    rows: Rows,
-    section: DatasetSection,
-    tokenizer: PreTrainedTokenizerBase,
-    columns: Collection[str],
-    _: Sequence[str],
+    rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, columns: Collection[str]
 ) -> EncodedSplit:
     """Pack texts into blocks of ``max_seq_length`` tokens. Each text has the tokenizer's special tokens."""
     found, length, around = EncodedSplit(), section.max_seq_length, Surrounding.of(tokenizer)
@@ -133,11 +129,7 @@ def encode_text(
 
 
 def encode_completion(
-    rows: Rows,
-    section: DatasetSection,
-    tokenizer: PreTrainedTokenizerBase,
-    columns: Collection[str],
-    _: Sequence[str],
+    rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, columns: Collection[str]
 ) -> EncodedSplit:
     """Tokenise each prompt together with its completion, as a model sees them, and ignore the tokens that it shares
     with the prompt alone. Tokens beyond ``max_seq_length`` are cut from the end, the end of sequence first."""
@@ -167,11 +159,7 @@ def encode_completion(
 
 
 def encode_classification(
-    rows: Rows,
-    section: DatasetSection,
-    tokenizer: PreTrainedTokenizerBase,
-    _: Collection[str],
-    label_names: Sequence[str],
+    rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
 ) -> EncodedSplit:
     """Tokenise each text, or pair of texts. If it exceeds ``max_seq_length``, the tokenizer cuts text and keeps its
     special tokens."""

@@ -11,7 +11,7 @@ examples never change.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,20 +26,10 @@ from sparsebp_cli.worker.encoding import IGNORED, EncodedExample, EncodedSplit, 
 PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # of all tokens; of the predicted tokens
 
 
-def encode_gaps(
-    rows: Rows,
-    section: DatasetSection,
-    tokenizer: PreTrainedTokenizerBase,
-    columns: Collection[str],
-    label_names: Sequence[str],
-) -> EncodedSplit:
+def encode_gaps(rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> EncodedSplit:
     """Pack texts as for a causal model. Every token that is not special gets a label, until masks are drawn, except the
     first of a block, which no batch counts."""
-    if columns:
-        name = min(columns)
-        text = f"column {name!r} marks tokens to train, but a masked language model draws them at random: leave it out"
-        raise DataError(text)
-    found = encode_text(rows, section, tokenizer, columns, label_names)
+    found = encode_text(rows, section, tokenizer, ())
     special = np.array(sorted(tokenizer.all_special_ids), dtype=np.int64)
     for number, example in enumerate(found.examples):
         is_fixed = np.isin(example.input_ids, special)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -22,18 +20,9 @@ from sparsebp_cli.worker.encoding import (
 PROMPT_CUT = "the prompt loses its end"
 
 
-def encode_pairs(
-    rows: Rows,
-    section: DatasetSection,
-    tokenizer: PreTrainedTokenizerBase,
-    columns: Collection[str],
-    _: Sequence[str],
-) -> EncodedSplit:
+def encode_pairs(rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> EncodedSplit:
     """Tokenise each prompt, and each completion as a target, with the tokenizer's special tokens for either, as in
     transformers' ``run_translation``. Each has at most ``max_seq_length`` tokens."""
-    if columns:
-        text = f"column {min(columns)!r} marks tokens of one text, but an encoder-decoder reads two texts: leave it out"
-        raise DataError(text)
     if section.train_on == "all":
         text = "train_on must be assistant: an encoder-decoder does not predict prompts; got all"
         raise DataError(text)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows, read_texts
-from sparsebp_cli.source.conversation import Conversation, holds_messages, read_conversations, read_prompts
+from sparsebp_cli.source.conversation import Conversation, read_talks
 from sparsebp_cli.source.reader import Row
 from sparsebp_cli.worker.chat_encoding import find_template
 from sparsebp_cli.worker.chat_template import ChatRequest, render_chats
@@ -49,7 +49,7 @@ def make_prompts(
     """Return the prompts of the rows from which examples were made, in their order. Raise DataError for a row without a
     prompt or an answer."""
     chosen = [rows[example.document] for example in examples]
-    conversations = read_asked(chosen, section)
+    conversations = read_talks(chosen, section)
     if not chosen:
         return []
     if conversations is None:
@@ -58,15 +58,6 @@ def make_prompts(
         if find_answer(one) is None:
             raise DataError(f"{one.place}: measure.generate needs a message of the assistant after another message")
     return _of_conversations(conversations, chosen, examples, section, tokenizer)
-
-
-def read_asked(rows: Rows, section: DatasetSection) -> Sequence[Conversation] | None:
-    """Return the conversations of rows; None if prompts are texts."""
-    if section.format == "chat":
-        return read_conversations(rows, section.columns)
-    if rows and holds_messages(rows, section.column("prompt")):
-        return read_prompts(rows, *section.read_columns)
-    return None
 
 
 def find_answer(one: Conversation) -> int | None:

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows
+from sparsebp_cli.source.conversation import read_talks
 from sparsebp_cli.worker.encoding import EncodedExample
-from sparsebp_cli.worker.prompt import Prompt, find_answer, make_prompts, read_asked
+from sparsebp_cli.worker.prompt import Prompt, find_answer, make_prompts
 
 
 def compare_prompts(
@@ -26,7 +27,7 @@ def compare_prompts(
     if not is_asked or any(example.is_pair for example in examples):
         return 0, []  # an encoder reads its prompt separately in training too
     chosen = [rows[example.document] for example in examples]
-    conversations = read_asked(chosen, section)
+    conversations = read_talks(chosen, section)
     if conversations is not None:
         answers = [find_answer(one) for one in conversations]
         examples = [example for example, answer in zip(examples, answers, strict=True) if answer is not None]

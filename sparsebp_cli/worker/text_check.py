@@ -17,9 +17,8 @@ from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run.text_fault import TextCheck, TextFault, describe_fault, judge_fault
 from sparsebp_cli.source.column import Rows
-from sparsebp_cli.source.conversation import Conversation
+from sparsebp_cli.source.conversation import Conversation, read_talks
 from sparsebp_cli.worker.encoding import EncodedSplit, Written
-from sparsebp_cli.worker.prompt import read_asked
 from sparsebp_cli.worker.prompt_parity import compare_prompts
 from sparsebp_cli.worker.written_message import find_values, find_written, squeeze
 
@@ -41,7 +40,7 @@ def check_texts(
     for prompt in unlike:
         tally.add("prompt", prompt.row.place, prompt.text[-NUM_SHOWN:])
     has_turns = section.format in ("chat", "completion")
-    conversations = read_asked([rows[one.row] for one in written], section) if written and has_turns else None
+    conversations = read_talks([rows[one.row] for one in written], section)
     for number, one in enumerate(written):
         place = rows[one.row].place
         if tokens.is_doubled(one):
