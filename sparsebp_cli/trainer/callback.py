@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
@@ -172,8 +172,14 @@ class PolicyCallback(TrainerCallback):
         return self._engine
 
     @property
-    def _is_attached(self) -> bool:
-        return bool(self._undo)
+    def _attached(self) -> Engine | None:
+        """The engine while it is attached."""
+        return self._engine if self._undo else None
+
+    @property
+    def _active(self) -> Engine | None:
+        """The engine while it is attached and policies act."""
+        return self._attached if self._attached is not None and self._attached.enabled else None
 
     def _attach(
         self, trainer: Trainer, num_steps: int, optimizer: torch.optim.Optimizer | None
@@ -249,16 +255,16 @@ class PolicyCallback(TrainerCallback):
         *args: object,
         **kwargs: object,
     ) -> T:
-        if self._is_attached and self.engine is not None and self.engine.enabled:
+        if engine := self._active:
             removes = self._arguments.remove_unused_columns
-            pass_columns(self.engine, self._policies, inputs, self._num_candidates, removes=removes)
-            pass_advantages(self.engine, self._trainer, self._policies, inputs)
+            pass_columns(engine, self._policies, inputs, self._num_candidates, removes=removes)
+            pass_advantages(engine, self._trainer, self._policies, inputs)
         return compute_loss(model, inputs, *args, **kwargs)
 
     def _prepare(self, prepare: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        inputs, engine = prepare(*args, **kwargs), self.engine
+        inputs, engine = prepare(*args, **kwargs), self._active
         # A count of FLOPs runs one micro-batch, and evaluations have no update.
-        if self._is_attached and engine is not None and engine.enabled and not engine.is_probing:
+        if engine is not None and not engine.is_probing:
             assert self._coming is not None
             if made := self._coming.take(functools.partial(find_advantages, self._trainer, self._policies)):
                 engine.expect(made)
@@ -271,44 +277,41 @@ class PolicyCallback(TrainerCallback):
         *args: object,
         **kwargs: object,
     ) -> Tensor | int | None:
-        if self._is_attached and self.engine is not None and self.engine.enabled:
+        if engine := self._active:
             assert self._coming is not None
             if drawn := self._coming.begin(batches):
-                self.engine.expect(drawn)
+                engine.expect(drawn)
             found = mask_noncandidates(self._policies, batches)
             self._num_candidates = None if found is None else count(found, *args, **kwargs)
         return count(batches, *args, **kwargs)
 
     def _evaluate(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        exact: AbstractContextManager[None] = nullcontext()
-        if self._is_attached and self.engine is not None and self._trainer is not None:
-            # Lossless policies skip rows here as well.
-            exact = self.engine.scoring(reads="loss") if reads_loss_alone(self._trainer) else exact
-        with exact:
+        engine, trainer = self._attached, self._trainer
+        reads_loss = engine is not None and trainer is not None and reads_loss_alone(trainer)
+        # Lossless policies skip rows here as well.
+        with engine.scoring(reads="loss") if engine is not None and reads_loss else nullcontext():
             return self._dense(evaluate, *args, **kwargs)
 
     def _dense(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        dense: AbstractContextManager[None] = nullcontext()
-        if self._is_attached and self.engine is not None:
-            dense = self.engine.disabled()
-        with dense:
+        with nullcontext() if self._attached is None else self._attached.disabled():
             return evaluate(*args, **kwargs)
 
     def _log(self, log: Callable[..., T], logs: dict[str, float], *args: object, **kwargs: object) -> T:
-        if self._is_attached and self.engine is not None and self._trainer is not None:
+        engine = self._attached
+        if engine is not None and self._trainer is not None:
             step = self._trainer.state.global_step
             if "loss" in logs:
-                logs |= self._counted | interval_values(self.engine, max(1, step - self._logged))
+                logs |= self._counted | interval_values(engine, max(1, step - self._logged))
                 self._logged = step
             elif "train_loss" in logs:  # the summary at the end of training
-                logs |= total_values(self.engine, max(1, step - self._began))
+                logs |= total_values(engine, max(1, step - self._began))
         return log(logs, *args, **kwargs)
 
     def _save(self, save: Callable[..., object], output_dir: str) -> None:
         # _save_rng_state creates the folder, and runs before trainer_state.json marks the checkpoint as complete.
         save(output_dir)
-        if self._is_attached and self.engine is not None:
-            state = {"engine": self.engine.state_dict(), "choice": self._attach_options.describe()}
+        if engine := self._attached:
+            state = {"engine": engine.state_dict(), "choice": self._attach_options.describe()}
             save_state(Path(output_dir) / self._file_name, state)
 
     @property
