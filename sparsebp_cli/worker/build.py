@@ -27,7 +27,7 @@ from sparsebp_cli.policy import (
     find_policies,
     make_policy,
 )
-from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
+from sparsebp_cli.policy.known_kind import find_columns, list_kinds
 from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
@@ -40,10 +40,9 @@ from sparsebp_cli.worker.asked import find_questions
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.compiled import compile_model
-from sparsebp_cli.worker.data import Data, EncodedExample, build_data
+from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
-from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer, read_architecture
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
 from sparsebp_cli.worker.policy import attach_policies, make_policies, set_columns
@@ -102,7 +101,6 @@ def build_training(
             set_seed((recipe.training.seed + SEED_STEP * ranks.rank) % 2**32)
     compiled = compile_model(prepared, accelerator.device) if recipe.training.compile else None
     journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
-    _tell_prefix_gain(recipe, policies, data.train, ranks, journal)
     parts = {
         "plan": plan,
         "run": run,
@@ -193,17 +191,6 @@ def _build_order(
     )
     order.gaps = reference.data.gaps
     return set_columns(order, policies, recipe, reference)
-
-
-def _tell_prefix_gain(
-    recipe: Recipe, policies: Sequence[Policy], examples: Sequence[EncodedExample], ranks: Ranks, journal: JournalWriter
-) -> None:
-    shares = any(find_facts(policy).get("shares_prefixes") for policy in policies)
-    if shares and recipe.training.group_by is None and recipe.dataset.format != "classification":
-        batch_size = recipe.training.per_device_train_batch_size * ranks.count
-        line = describe_prefix_gain(examples, batch_size, recipe.training.seed)
-        if line is not None:
-            journal.write("note", level="info", text=line)
 
 
 def save_model(

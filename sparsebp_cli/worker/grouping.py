@@ -1,4 +1,4 @@
-"""Order training data so that similar examples share a micro-batch, and estimate what grouping by prefix would save."""
+"""Order training data so that similar examples share a micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparsebp_cli.backward.kind.packing.layout import MIN_SHARED, make_layout
+from sparsebp_cli.backward.kind.packing.layout import MIN_SHARED
 from sparsebp_cli.worker.data import EncodedExample
 
 GroupBy = Literal["length", "prefix"]
@@ -18,8 +18,6 @@ Order = NDArray[np.int64]
 # Number of micro-batches whose examples are sorted by length together, as in transformers' LengthGroupedSampler, so
 # that an epoch does not go from long to short.
 SORTED_BATCHES = 50
-COUNTED_BATCHES = 20
-LEAST_GAIN = 0.05  # of the token positions; smaller gains are not reported
 
 
 def group_order(
@@ -43,33 +41,3 @@ def group_order(
     last = [batches.pop()] if len(batches[-1]) < batch_size else []
     shuffled = torch.randperm(len(batches), generator=generator).tolist()
     return np.concatenate([*(batches[number] for number in shuffled), *last])
-
-
-def describe_prefix_gain(examples: Sequence[EncodedExample], batch_size: int, seed: int) -> str | None:
-    """Describe how many token positions a causal model would compute in packed batches with grouping by prefix. Return
-    None if the gain is too small. The counts come from random and grouped orders of some examples, without a model."""
-    generator = torch.Generator().manual_seed(seed)
-    order: Order = torch.randperm(len(examples), generator=generator).numpy().copy()
-    grouped = group_order(examples, order, "prefix", batch_size, generator)
-    plain, fewer = (
-        _count_rows(examples, some[: COUNTED_BATCHES * batch_size], batch_size) for some in (order, grouped)
-    )
-    if fewer > plain * (1.0 - LEAST_GAIN):
-        return None
-    return (
-        "training.group_by: prefix would put examples with the same beginning into one batch, and compute "
-        f"{fewer:.0f} token positions per example instead of {plain:.0f}; it changes the order of the data"
-    )
-
-
-def _count_rows(examples: Sequence[EncodedExample], order: Order, batch_size: int) -> float:
-    """Return the token positions in packed batches with shared prefixes, per example."""
-    rows = 0
-    for start in range(0, len(order), batch_size):
-        chosen = [examples[number].input_ids for number in order[start : start + batch_size]]
-        longest = max(map(len, chosen))
-        real_BT = np.arange(longest) < np.array([len(ids) for ids in chosen])[:, None]
-        ids_BT = np.stack([np.pad(ids, (0, longest - len(ids))) for ids in chosen])
-        position_BT = np.broadcast_to(np.arange(longest), ids_BT.shape)
-        rows += make_layout(real_BT, ids_BT, position_BT, torch.device("cpu"), is_causal=True).num_rows
-    return rows / len(order)

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebp_cli.run import History
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import EncodedExample
-from sparsebp_cli.worker.grouping import GroupBy, describe_prefix_gain
-from tests.worker.conftest import work
+from sparsebp_cli.worker.grouping import GroupBy
 
 
 def make_examples(number: int, *, prompts: int = 10, prompt_length: int = 20) -> list[EncodedExample]:
@@ -61,28 +59,3 @@ def test_batches_by_prefix_keep_a_prompt_together() -> None:
     assert all(set(counted.values()) == {8} for counted in prompts)
     order = BatchOrder(make_examples(80), 8, seed=0, pad_token_id=0)
     assert all(len({int(row[0]) for row in order[number]["input_ids"]}) > 2 for number in range(10))
-
-
-def test_the_gain_of_prefixes_is_counted_in_rows() -> None:
-    examples = make_examples(80, prompt_length=40)
-    rows = sum(len(example.input_ids) for example in examples)
-    line = describe_prefix_gain(examples, 8, seed=0)
-    assert line is not None
-    assert f"compute {(rows - 70 * 40) / 80:.0f} token positions per example" in line  # one prompt of eight is computed
-    assert describe_prefix_gain(make_examples(80, prompts=80), 8, seed=0) is None
-
-
-@pytest.mark.parametrize("policy", ["lossless", "dense"])
-def test_a_run_tells_what_grouping_would_gain_where_prefixes_are_shared(
-    tiny_recipe: Any, prepared: Any, tmp_path: Any, policy: str
-) -> None:
-    rows = [f'{{"prompt": "{n % 4}: what is the same long question?", "completion": " {n}"}}' for n in range(200)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    dataset = {"name": str(tmp_path / "rows.jsonl"), "format": "completion", "max_seq_length": 64}
-    notes = []
-    for group_by in (None, "prefix"):
-        training = {"max_steps": 2, "group_by": group_by}
-        run = prepared(tiny_recipe(policy=[{"name": policy}], dataset=dataset, training=training))
-        assert work(run) == 0, run.log_file.read_text()
-        notes.append([text for _, _, text in History.load(run.path).notes if "training.group_by" in text])
-    assert [len(some) for some in notes] == [int(policy == "lossless"), 0]
