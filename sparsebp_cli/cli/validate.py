@@ -193,7 +193,7 @@ def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
     for each thing that this machine cannot check. Raise ``RecipeError`` for problems."""
     from sparsebp_cli.policy.field_error import FieldError
     from sparsebp_cli.recipe.check import first_error
-    from sparsebp_cli.recipe.composition import has_own_worker
+    from sparsebp_cli.recipe.evaluation import has_own_worker
     from sparsebp_cli.source import inspect_sources
 
     if not has_own_worker(placed.recipe):

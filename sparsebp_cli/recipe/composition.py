@@ -12,10 +12,9 @@ from sparsebp_cli.policy import make_policy
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location
 from sparsebp_cli.policy.known_kind import find_facts
-from sparsebp_cli.recipe.evaluation import find_unmeasured
+from sparsebp_cli.recipe.evaluation import find_unmeasured, has_own_worker
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
-OWN_WORKER = TargetOptions.model_fields["worker"].default
 # The key of a recipe for each option of the table.
 PLACES: dict[str, Location] = {
     "sites": ("backward", "sites"),
@@ -59,11 +58,6 @@ def refuse_unsupported(recipe: Recipe) -> None:
     a person may have written them."""
     for field_error in find_unsupported(recipe):
         raise UnsupportedError(f"{field_error.key}: {field_error.text}")
-
-
-def has_own_worker(recipe: Recipe) -> bool:
-    """Return whether the recipe uses the built-in worker."""
-    return bool(recipe.target.options.get("worker", OWN_WORKER) == OWN_WORKER)
 
 
 def _setup(recipe: Recipe, data: Mapping[str, object] | None) -> Setup:

@@ -57,18 +57,23 @@ def to_facts(found: Mapping[str, Metric]) -> dict[str, dict[str, str]]:
     return {name: {"unit": one.unit, "better": one.better} for name, one in found.items()}
 
 
+def has_own_worker(recipe: Recipe) -> bool:
+    """Return whether the recipe uses the built-in worker."""
+    default = TargetOptions.model_fields["worker"].default
+    return bool(recipe.target.options.get("worker", default) == default)
+
+
 def find_unmeasured(recipe: Recipe) -> Iterator[FieldError]:
     """Yield an error for impossible text generation, an unknown metric, or keys that name a metric that is not
     measured. Early stopping needs such a metric."""
-    generate, options = recipe.measure.generate, recipe.target.options
-    default = TargetOptions.model_fields["worker"].default
-    if options.get("worker", default) != default:
+    generate = recipe.measure.generate
+    if not has_own_worker(recipe):
         return  # another worker may measure something else
     if generate is not None and recipe.dataset.format not in GENERATING:
         got = f"dataset.format: {recipe.dataset.format}"
         yield FieldError(("measure", "generate"), f"needs dataset.format: completion or chat, got {got}")
         return
-    if generate is not None and options.get("sharding", "none") != "none":
+    if generate is not None and recipe.target.options.get("sharding", "none") != "none":
         text = "needs target.sharding: none, got fsdp2, with which no process has the whole model"
         yield FieldError(("measure", "generate"), text)
         return

@@ -165,9 +165,7 @@ def named_target_section(name: str) -> TargetSection:
         made, field_errors = check_target(section)
     except ValidationError as error:
         made, field_errors = None, describe_errors(error, TargetSection, section)
-    if made is None or field_errors:
-        if not field_errors:
-            raise UsageError(f"there is no target {name!r}")
+    if made is None:
         raise UsageError(": ".join(filter(None, (f"target {name}", field_errors[0].key, field_errors[0].text))))
     return made
 

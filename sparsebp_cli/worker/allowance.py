@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparsebp_cli.recipe.schema import TrainingSection
-
 
 @dataclass
 class Allowance:
-    """The limit of a run, and what its steps have spent."""
+    """The limit of a run, ``training.max_flops``, and what its steps have spent."""
 
     max_flops: float | None
     flops: float = 0.0  # cost of all steps
-
-    @classmethod
-    def of(cls, training: TrainingSection) -> Allowance:
-        """Return the limit of a recipe, with nothing spent."""
-        return cls(training.max_flops)
 
     @property
     def limits_work(self) -> bool:

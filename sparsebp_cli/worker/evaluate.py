@@ -73,11 +73,6 @@ class ExampleLosses:
         self.targets += other.targets[:room]
 
 
-def select_examples(recipe: Recipe, examples: Sequence[EncodedExample]) -> Sequence[EncodedExample]:
-    """Return the first validation examples, which an evaluation during training reads."""
-    return examples[: recipe.measure.eval_examples]
-
-
 def evaluation_batches(
     recipe: Recipe, examples: Sequence[EncodedExample], pad_token_id: int, num_ranks: int = 1
 ) -> Iterator[dict[str, Tensor]]:

@@ -106,7 +106,8 @@ class Measurement:
         """Return the metrics of the probe and of fidelity that are due before a step (from 1). ``shape`` returns the
         shape of a trial's input, the first micro-batch or all of them. With ``halves`` of the micro-batch, compare the
         policy's error with the noise of dense."""
-        probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
+        measure = self.recipe.measure
+        probe_due, fidelity_due = (self._is_due(step, every) for every in (measure.probe_every, measure.fidelity_every))
         self._count(step, forward, shape)
         if not (probe_due or fidelity_due):
             return {}
@@ -158,9 +159,6 @@ class Measurement:
             metric.MOVED_TENSORS.name: float(sum(m.moved > 0 for m in moved.values())),
             metric.MOVED_SHARE.name: sum(m.moved for m in moved.values()) / entries if entries else None,
         }
-
-    def _intervals(self) -> tuple[int | None, int | None]:
-        return self.recipe.measure.probe_every, self.recipe.measure.fidelity_every
 
     def _is_due(self, step: int, every: int | None) -> bool:
         """Return whether a measurement is due: at its interval, and once after warm-up, so that short runs have one."""

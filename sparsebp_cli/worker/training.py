@@ -44,7 +44,6 @@ from sparsebp_cli.worker.evaluate import (
     HeldOutSplit,
     evaluate,
     evaluation_batches,
-    select_examples,
 )
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state, check_summed
 from sparsebp_cli.worker.generation import Generator, measure_generated
@@ -116,7 +115,7 @@ class Training(Restorable):
         training = self.plan.recipe.training
         num_batches = training.max_steps * training.gradient_accumulation_steps
         self.batches = BatchPrefetch(self.order, self.accelerator.device, num_batches)
-        self.allowance, self.price = Allowance.of(training), StepPrice()
+        self.allowance, self.price = Allowance(training.max_flops), StepPrice()
         self.measurement = Measurement(
             limit_measurements(self.plan.recipe, self.ranks, self.engine),
             self.journal,
@@ -439,7 +438,7 @@ class Training(Restorable):
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on validation, and after the last step also on the test split."""
         recipe = self.plan.recipe
-        values = self._evaluate_on(select_examples(recipe, self.held_out), VALIDATION)
+        values = self._evaluate_on(self.held_out[: recipe.measure.eval_examples], VALIDATION)
         tests = self.is_done and self.test and recipe.measure.test
         return values | (self._evaluate_on(self.test, TEST) if tests else {})
 

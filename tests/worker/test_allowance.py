@@ -10,7 +10,6 @@ import pytest
 
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.recipe.composition import find_unsupported
-from sparsebp_cli.recipe.schema import TrainingSection
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
@@ -23,9 +22,9 @@ ROWS = [{"name": "random", "keep": 0.5, "along": "rows"}]
 
 
 def test_work_is_the_sum_of_all_steps_also_after_a_resume() -> None:
-    allowance = Allowance.of(TrainingSection(max_flops=1e9))
+    allowance = Allowance(1e9)
     allowance.spend(9e8)
-    resumed = Allowance.of(TrainingSection(max_flops=1e9))
+    resumed = Allowance(1e9)
     resumed.load_state_dict(allowance.state_dict())
     resumed.spend(None)  # nothing was counted
     assert not resumed.exceeded
@@ -34,7 +33,7 @@ def test_work_is_the_sum_of_all_steps_also_after_a_resume() -> None:
 
 
 def test_a_checkpoint_of_an_earlier_release_has_more_than_the_flops() -> None:
-    allowance = Allowance.of(TrainingSection(max_flops=2.0))
+    allowance = Allowance(2.0)
     allowance.load_state_dict({"flops": 1.0, "dense_flops": 2.0, "steps": 1, "seconds": 3.0, "step_seconds": 3.0})
     assert allowance.state_dict() == {"flops": 1.0}
 

@@ -22,7 +22,6 @@ from sparsebp_cli.worker.evaluate import (
     evaluate,
     evaluation_batches,
     macro_f1,
-    select_examples,
 )
 from sparsebp_cli.worker.process import Ranks
 from tests.worker.conftest import work
@@ -111,7 +110,7 @@ def test_which_examples_are_evaluated_depends_on_no_batch_size_and_no_ranks(
         measure = {"eval_examples": 7, "per_device_eval_batch_size": own_batch}
         recipe = tiny_recipe(training={"per_device_train_batch_size": batch_size}, measure=measure)
         seen = []
-        chosen = select_examples(recipe, examples)
+        chosen = examples[: recipe.measure.eval_examples]
         for batch in evaluation_batches(recipe, chosen, 0, num_ranks):
             assert len(batch["labels"]) <= (own_batch or batch_size) * num_ranks
             for rank in range(num_ranks):

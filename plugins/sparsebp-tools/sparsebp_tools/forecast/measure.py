@@ -10,7 +10,8 @@ import psutil
 import torch
 
 from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError, first_line
-from sparsebp_cli.recipe.composition import has_own_worker, refuse_unsupported
+from sparsebp_cli.recipe.composition import refuse_unsupported
+from sparsebp_cli.recipe.evaluation import has_own_worker
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.worker.policy import make_policies
 from sparsebp_tools.forecast.depth import Depth, count_layers
