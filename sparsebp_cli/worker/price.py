@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ SELDOM = 16  # without a limit, at most one in so many steps is counted after th
 NEW = 4  # additional counts for each kind of step that was not counted before
 KNOWN = 0.01  # without a limit: relative standard error of the cost, from which on only probes count
 MEMORY = 100  # number of counts
+NUMBERS = ("per_entry", "due", "own", "made", "more", "extra")  # that a checkpoint stores as they are
 TOLERANCE = 0.004  # standard error of the work of all steps so far, relative to that work
 
 
@@ -163,35 +165,23 @@ class StepPrice:
 
     def state_dict(self) -> dict[str, object]:
         """Return the counts for a checkpoint. They are the same in each run of a plan."""
-        return {
+        return {name: getattr(self, name) for name in NUMBERS} | {
             "counted": None if self.counted is None else list(astuple(self.counted)),
-            "per_entry": self.per_entry,
             "spread": asdict(self.spread),
-            "due": self.due,
             "trained": list(self.trained),
             "known": self.known.state_dict(),
-            "own": self.own,
-            "made": self.made,
-            "more": self.more,
-            "extra": self.extra,
             "unknown": None if self.unknown is None else self.unknown.to_list(),
         }
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the counts of a checkpoint. A checkpoint of an older version has none."""
-        counted, per_entry = state.get("counted"), state.get("per_entry")
-        self.counted = CountedPass(*counted) if isinstance(counted, list) else None
-        self.per_entry = per_entry if isinstance(per_entry, float) else 0.0
-        spread, due = state.get("spread"), state.get("due")
-        self.spread = CountSpread(**spread) if isinstance(spread, dict) else CountSpread()
-        self.due = due if isinstance(due, int) else 0
-        trained = state.get("trained")
-        self.trained = tuple(trained) if isinstance(trained, list) else ()
+        for name in NUMBERS:
+            setattr(self, name, state.get(name, 0))
+        self.counted = CountedPass(*counted) if (counted := state.get("counted")) else None
+        self.spread = CountSpread(**state.get("spread", {}))
+        self.trained = tuple(state.get("trained", ()))
         self.known = CountedSteps.from_state(state.get("known"))
-        numbers = (state.get(name) for name in ("own", "made", "more", "extra"))
-        self.own, self.made, self.more, self.extra = (n if isinstance(n, int) else 0 for n in numbers)
-        unknown = state.get("unknown")
-        self.unknown = StepKind.of_list(unknown) if isinstance(unknown, list) else None
+        self.unknown = StepKind.of_list(unknown) if (unknown := state.get("unknown")) else None
 
 
 def find_updated(optimizer: torch.optim.Optimizer, *, all_of_them: bool) -> tuple[int, tuple[bool, ...]]:
