@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.worker.data import IGNORED, EncodedExample
-from sparsebp_cli.worker.epoch import EpochShuffle
 from sparsebp_cli.worker.gap import Gaps
-from sparsebp_cli.worker.grouping import GroupBy
+from sparsebp_cli.worker.grouping import GroupBy, Order, group_order
 from sparsebp_cli.worker.model import predicts_in_place
 
 IN_PLACE = "decoder_attention_mask"  # a column of batches whose labels belong to their own positions
@@ -58,7 +57,6 @@ class BatchOrder:
         self.sorted_batches = 1  # number of micro-batches in a step whose examples are sorted by tokens; 1: no sorting
         self._sorted: tuple[int, list[int]] = (-1, [])  # the last sorted step and its positions
         self._own = slice(rank[0] * batch_size, (rank[0] + 1) * batch_size)
-        self._shuffle = EpochShuffle(examples, seed, self.batch_size, group_by)
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -98,8 +96,19 @@ class BatchOrder:
     def _example(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.examples))
         if epoch != self._epoch:
-            self._epoch, self._permutation = epoch, self._shuffle.draw(epoch)
+            self._epoch, self._permutation = epoch, self._draw(epoch)
         return int(self._permutation[offset])
+
+    def _draw(self, epoch: int) -> Order:
+        """Return the rows of the training split in the order in which an epoch visits them."""
+        # Seeds are so far apart that no epoch of one seed has the order of another seed's.
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        # Use a NumPy array, because the peak of a step would count a tensor. The first step after a resume redraws the
+        # permutation, and would then show more memory than in an uninterrupted run.
+        drawn: Order = torch.randperm(len(self.examples), generator=generator).numpy().copy()
+        if self.group_by is not None:
+            drawn = group_order(self.examples, drawn, self.group_by, self.batch_size, generator)
+        return drawn
 
 
 def ordered_batches(
