@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.recipe.evaluation import EVAL
+from sparsebp_cli.recipe.evaluation import TEST as TEST_PREFIX
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run import metric
-from sparsebp_cli.run.metric import Metric
 from sparsebp_cli.worker.batch import num_targets, ordered_batches
 from sparsebp_cli.worker.data import IGNORED, EncodedExample
 from sparsebp_cli.worker.model import predicts_in_place
@@ -22,24 +22,13 @@ MOST_EXAMPLES = 10_000  # about 200 kB in the event log
 
 @dataclass(frozen=True)
 class HeldOutSplit:
-    """A held-out split: its name in the event log and its metrics. A run has only the metrics of its kind."""
+    """A held-out split: its name in the event log, and the prefix of its metrics' names."""
 
     name: str
-    loss: Metric
-    accuracy: Metric
-    macro_f1: Metric
-    mcc: Metric
-    f1: Metric
+    prefix: str
 
 
-VALIDATION = HeldOutSplit(
-    "validation",
-    *(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1),
-)
-TEST = HeldOutSplit(
-    "test",
-    *(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1, metric.TEST_MCC, metric.TEST_F1),
-)
+VALIDATION, TEST = HeldOutSplit("validation", EVAL), HeldOutSplit("test", TEST_PREFIX)
 
 
 @dataclass
@@ -121,17 +110,17 @@ def evaluate(
         for part in itertools.chain(*zip(*ranks.gather(found), strict=True)):
             examples.extend(part)
     loss, count, *found_classes = ranks.all_sum([loss, count, *classes_3C.flatten().tolist()])
-    values = {split.loss.name: loss / max(count, 1)}
+    values = {"loss": loss / max(count, 1)}
     if found_classes:
         classes_3C = torch.tensor(found_classes, dtype=torch.float64).view_as(classes_3C)
-        values |= _judge_classes(classes_3C, split, count)
-    return values
+        values |= _judge_classes(classes_3C, count)
+    return {f"{split.prefix}{name}": value for name, value in values.items()}
 
 
-def _judge_classes(classes_3C: Tensor, split: HeldOutSplit, count: float) -> dict[str, float]:
-    values = {split.accuracy.name: float(classes_3C[0].sum()) / max(count, 1)}
-    values |= {split.macro_f1.name: macro_f1(classes_3C), split.mcc.name: matthews(classes_3C)}
-    return values | ({split.f1.name: float(find_f1(classes_3C)[1])} if classes_3C.shape[1] == 2 else {})
+def _judge_classes(classes_3C: Tensor, count: float) -> dict[str, float]:
+    values = {"accuracy": float(classes_3C[0].sum()) / max(count, 1)}
+    values |= {"macro_f1": macro_f1(classes_3C), "mcc": matthews(classes_3C)}
+    return values | ({"f1": float(find_f1(classes_3C)[1])} if classes_3C.shape[1] == 2 else {})
 
 
 def count_classes(predicted_B: Tensor, labels_B: Tensor, num_classes: int) -> Tensor:

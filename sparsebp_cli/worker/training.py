@@ -24,8 +24,7 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import Policy
-from sparsebp_cli.recipe.evaluation import EVAL, list_measured
-from sparsebp_cli.recipe.evaluation import TEST as TEST_PREFIX
+from sparsebp_cli.recipe.evaluation import list_measured
 from sparsebp_cli.recipe.schema import GenerateSection
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.run.journal import SAVED
@@ -462,21 +461,17 @@ class Training(Restorable):
 
     def _generate(self) -> dict[str, float]:
         """Generate from the prompts that are due at this step, and return the metrics of their texts."""
-        if self.generator is None:
+        if (generator := self.generator) is None:
             return {}
-        every, values = self.generator.section.every, dict[str, float]()
-        due = [
-            (EVAL, VALIDATION, self.prompts.validation),
-            (TEST_PREFIX, TEST, self.prompts.test if self.is_done else ()),
-        ]
+        every, values = generator.section.every, dict[str, float]()
+        due = [(VALIDATION, self.prompts.validation), (TEST, self.prompts.test if self.is_done else ())]
         if self.step and not self.is_done and (every is None or self.step % every):
             return {}
-        for prefix, split, prompts in due:
+        for split, prompts in due:
             if prompts:
                 with self.engine.disabled():
-                    made = measure_generated(
-                        self.generator, prompts, prefix, self.ranks, self.accelerator.autocast(), each=self.is_done
-                    )
+                    precision = self.accelerator.autocast()
+                    made = measure_generated(generator, prompts, split.prefix, self.ranks, precision, each=self.is_done)
                 values |= made.values
                 if made.scores:
                     self.journal.write("scores", step=self.step, values=made.scores)
