@@ -62,21 +62,17 @@ class BatchOrder:
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """Return the micro-batch of all ranks by its number, counted from 0 over the whole run."""
         positions = self._positions(number)
-        return self._collate([self._example(position) for position in positions], positions)
+        examples = [self.examples[self._example(position)] for position in positions]
+        if self.gaps is not None:  # the position determines the masked tokens
+            visited = zip(examples, positions, strict=True)
+            examples = [self.gaps.draw(example, self.seed, position) for example, position in visited]
+        return collate(examples, self.pad_token_id, self.columns)
 
     def rank_part(self, number: int) -> tuple[dict[str, Tensor], int]:
         """Return this rank's examples of a micro-batch, padded as in the whole micro-batch, and the number of candidate
         targets in the whole micro-batch."""
         batch = self[number]
         return {name: tensor[self._own] for name, tensor in batch.items()}, num_targets(batch, self.candidates)
-
-    def _collate(self, rows: Sequence[int], visits: Sequence[int]) -> dict[str, Tensor]:
-        """Collate examples. ``visits`` holds for each example the key that determines its masked tokens."""
-        examples = [self.examples[row] for row in rows]
-        if self.gaps is not None:
-            visited = zip(examples, visits, strict=True)
-            examples = [self.gaps.draw(example, self.seed, visit) for example, visit in visited]
-        return collate(examples, self.pad_token_id, self.columns)
 
     def _positions(self, number: int) -> Sequence[int]:
         count = self.sorted_batches

@@ -38,27 +38,23 @@ class PeakMemory:
     without it, pauses count too. Memory that the C library keeps after a pause counts, because the process holds it."""
 
     device: torch.device
+    is_paused: bool
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._before, self._is_paused = device, 0, False
+        self.device, self._before, self.is_paused = device, 0, False
 
     def bytes(self) -> int:
         """Return the peak so far."""
-        return self._before if self._is_paused else max(self._before, self._now())
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether counting is paused."""
-        return self._is_paused
+        return self._before if self.is_paused else max(self._before, self._now())
 
     def pause(self) -> None:
-        self._before, self._is_paused = self.bytes(), True
+        self._before, self.is_paused = self.bytes(), True
 
     def resume(self) -> None:
         """Count again, starting with the memory in use now. Do nothing without a pause."""
-        if self._is_paused:
+        if self.is_paused:
             self._reset()
-            self._is_paused = False
+            self.is_paused = False
 
     def _now(self) -> int:
         if self.device.type == "cuda":

@@ -166,11 +166,11 @@ class StepPrice:
     def state_dict(self) -> dict[str, object]:
         """Return the counts for a checkpoint. They are the same in each run of a plan."""
         return {name: getattr(self, name) for name in NUMBERS} | {
-            "counted": None if self.counted is None else list(astuple(self.counted)),
+            "counted": None if self.counted is None else astuple(self.counted),
             "spread": asdict(self.spread),
             "trained": list(self.trained),
             "known": self.known.state_dict(),
-            "unknown": None if self.unknown is None else self.unknown.to_list(),
+            "unknown": None if self.unknown is None else astuple(self.unknown),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,7 +181,7 @@ class StepPrice:
         self.spread = CountSpread(**state.get("spread", {}))
         self.trained = tuple(state.get("trained", ()))
         self.known = CountedSteps.from_state(state.get("known"))
-        self.unknown = StepKind.of_list(unknown) if (unknown := state.get("unknown")) else None
+        self.unknown = StepKind(unknown[0], tuple(unknown[1])) if (unknown := state.get("unknown")) else None
 
 
 def find_updated(optimizer: torch.optim.Optimizer, *, all_of_them: bool) -> tuple[int, tuple[bool, ...]]:

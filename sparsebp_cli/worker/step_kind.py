@@ -9,10 +9,10 @@ follows counts of similar steps, not the last count.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from statistics import fmean, stdev
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -56,15 +56,6 @@ class StepKind:
         # Round, because for the same step each way of summing has other last bits.
         return cls(scored, tuple(round(share, 6) for share in [*(1.0 if s is None else s for s in shares), *told]))
 
-    def to_list(self) -> list[Any]:
-        """Return the kind as stored in a checkpoint."""
-        return [self.scored, list(self.shares)]
-
-    @classmethod
-    def of_list(cls, state: Sequence[Any]) -> Self:
-        """Return a kind from a checkpoint."""
-        return cls(state[0], tuple(state[1]))
-
 
 @dataclass
 class CountedSteps:
@@ -103,14 +94,14 @@ class CountedSteps:
 
     def state_dict(self) -> dict[str, object]:
         """Return the counts for a checkpoint."""
-        return {"kinds": [kind.to_list() for kind in self.kinds], "counts": self.counts}
+        return {"kinds": [astuple(kind) for kind in self.kinds], "counts": self.counts}
 
     @classmethod
     def from_state(cls, state: object) -> Self:
         """Return the counts of a checkpoint. A checkpoint of an older version has none."""
         if not isinstance(state, dict):
             return cls()
-        return cls([StepKind.of_list(kind) for kind in state["kinds"]], list(state["counts"]))
+        return cls([StepKind(scored, tuple(shares)) for scored, shares in state["kinds"]], list(state["counts"]))
 
 
 @dataclass(frozen=True)
