@@ -79,30 +79,25 @@ def build_model(
     ``architecture`` comes from :func:`read_architecture`."""
     auto: Any = CLASSES["classifier" if num_labels is not None else architecture]
     options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": section.attention}
-    labels = {} if num_labels is None else {"num_labels": num_labels}
+    config = read_model_config(section, len(tokenizer), num_labels)
     try:
         if section.config is not None:
-            config = _random_config(section.config, len(tokenizer), labels)
-            _set_dropouts(config, section.dropout)
             model = auto.from_config(config, **options)
         else:
             source = _folder_or_id(section.name or "")
             if isinstance(source, Path):
                 check_weights(source, read_config(source))
-            options |= load_options(section, _read_config(source, section.revision).to_dict())
+            options |= load_options(section, config.to_dict())
             options |= _mend_generation(source, section.revision, tell)
-            if section.dropout is not None:
-                options["config"] = AutoConfig.from_pretrained(source, revision=section.revision, **labels)
-                _set_dropouts(options["config"], section.dropout)
             model, found = auto.from_pretrained(
                 source,
+                config=config,
                 revision=section.revision,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # _refuse_incomplete reports them by name
                 **options,
-                **({} if "config" in options else labels),
             )
             if section.quantization is not None:
                 settle(model)

@@ -31,10 +31,8 @@ class TextTokens:
 
 def mask_tokens(texts: Sequence[TextTokens], rows: Rows, column: Sequence[object], name: str) -> list[np.ndarray]:
     """Return for each text an int64 mask over its tokens, 1 where a span of the column covers the token."""
-    marked = []
-    for text, row, spans in zip(texts, rows, column, strict=True):
-        marked.append(mark_spans(text, _check(spans, name, row.place)))
-    return marked
+    found = zip(texts, rows, column, strict=True)
+    return [mark_spans(text, _check(spans, name, row.place)) for text, row, spans in found]
 
 
 def mark_spans(text: TextTokens, spans: Sequence[Sequence[int]]) -> np.ndarray:
