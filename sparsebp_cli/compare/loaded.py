@@ -18,7 +18,6 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
-from sparsebp_cli.run.column import Column
 from sparsebp_cli.run.series import select
 from sparsebp_cli.run.stored_recipe import SCHEDULE, is_dense
 
@@ -184,8 +183,8 @@ class LoadedRun:
         series, cold = self.series(names.STEP_SECONDS.name), self._warmup_steps
         warm = array("d", (value for step, value in series.items() if step not in cold))
         usual = statistics.median(warm) if warm else None
-        done: Column[int] = Column("q")
-        seconds: Column[float] = Column("d")
+        done: array[int] = array("q")
+        seconds: array[float] = array("d")
         total = 0.0
         # A step whose peak memory was measured has no valid time.
         watched = self.series(names.STEP_PEAK_BYTES.name) if usual is not None else {}
@@ -219,7 +218,7 @@ class LoadedRun:
     @cached_property
     def step_times(self) -> Sequence[float]:
         """Sorted end times of its steps, in seconds since 1970."""
-        times = Column("d", (time for time, _ in self._timed(names.STEP_SECONDS.name)))
+        times = array("d", (time for time, _ in self._timed(names.STEP_SECONDS.name)))
         return times if all(starmap(le, pairwise(times))) else array("d", sorted(times))
 
 

@@ -1,24 +1,20 @@
-"""Store a metric over the steps of a run in columns: 8 bytes a value and 16 a step, where a dictionary needs about 250.
-
-Columns of long runs are in a file (:mod:`sparsebp_cli.run.column`).
-"""
+"""Store a metric over the steps of a run in arrays: 8 bytes a value and 16 a step. A dictionary needs about 250."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from typing import TypeVar
-
-from sparsebp_cli.run.column import Column
+from typing import TypeAlias, TypeVar
 
 Timed = tuple[float, float]  # seconds since 1970, value
 Value = TypeVar("Value")
-Steps = range | Column[int]  # a range as long as no step is missing
+Steps: TypeAlias = "range | array[int]"  # a range as long as no step is missing
 
 
 class _Points(Mapping[int, Value]):
-    """A mapping from ascending steps to values. Views read columns in order instead of searching for each step."""
+    """A mapping from ascending steps to values. Views read arrays in order instead of searching for each step."""
 
     @property
     @abstractmethod
@@ -77,11 +73,11 @@ class _Items(ItemsView[int, Value]):
 
 
 def _insert(steps: Steps, place: int, step: int) -> Steps:
-    """Return the steps with one more. A column is changed in place."""
+    """Return the steps with one more. An array is changed in place."""
     if isinstance(steps, range):
         if not steps or (place == len(steps) and step == steps[-1] + 1):
             return range(steps.start if steps else step, step + 1)
-        steps = Column("q", steps)
+        steps = array("q", steps)
     steps.insert(place, step)
     return steps
 
@@ -91,7 +87,7 @@ class _Rows:
 
     def __init__(self, num_series: int = 0) -> None:
         self.steps: Steps = range(0)
-        self.times: Column[float] = Column("d")
+        self.times: array[float] = array("d")
         self.num_series = num_series  # number of series that share these rows
 
     def has(self, step: int) -> bool:
@@ -110,8 +106,8 @@ class _Rows:
     def part(self, num_series: int) -> _Rows:
         """Return a copy for ``num_series`` of the series, which no longer share this object."""
         found = _Rows(num_series)
-        found.steps = self.steps if isinstance(self.steps, range) else self.steps.copy()
-        found.times = self.times.copy()
+        found.steps = self.steps[:]
+        found.times = self.times[:]
         self.num_series -= num_series
         return found
 
@@ -121,7 +117,7 @@ class Series(_Points[Timed]):
 
     def __init__(self) -> None:
         self._rows = _Rows(1)
-        self._values: Column[float] = Column("d")
+        self._values: array[float] = array("d")
 
     @property
     def _steps(self) -> Steps:
@@ -163,7 +159,7 @@ def add_together(metrics: dict[str, Series], step: int, time: float, values: Map
 
 
 class _Plain(_Points[float]):
-    def __init__(self, steps: Steps, values: Column[float]) -> None:
+    def __init__(self, steps: Steps, values: array[float]) -> None:
         self._known_steps, self._values = steps, values
 
     @property
@@ -180,7 +176,7 @@ class _Plain(_Points[float]):
 def select(series: Mapping[int, float], is_wanted: Callable[[int, float], bool]) -> Mapping[int, float]:
     """Return the points for which ``is_wanted`` is true. ``series`` must have ascending steps."""
     steps: Steps = range(0)
-    values: Column[float] = Column("d")
+    values: array[float] = array("d")
     for step, value in series.items():
         if is_wanted(step, value):
             steps = _insert(steps, len(values), step)
