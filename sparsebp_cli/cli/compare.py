@@ -242,23 +242,23 @@ def _question(
     return Question(baseline, metric or named, allowed, reach, tuple(wanted))
 
 
-def _view(curves: str | None, x: Axis) -> View:
+def _view(curves: str | None, x: Axis) -> View | None:
     from sparsebp_cli.compare import View
 
     if x is not Axis.STEP and curves is None:
         raise UsageError("--x needs --curves METRIC")
-    return View("overview" if curves is None else "curves", curves, x.value)
+    return None if curves is None else View(curves, x.value)
 
 
 def _print(
-    comparison: Comparison, output: ComparisonFormat, view: View, more: Sequence[Grid], *, everything: bool
+    comparison: Comparison, output: ComparisonFormat, view: View | None, more: Sequence[Grid], *, everything: bool
 ) -> None:
     from sparsebp_cli.compare import answer, render, table
 
     def show(found: Comparison) -> None:
         if output is not ComparisonFormat.TABLE:
             print_line(render(found, output.value, view, more).rstrip("\n"))
-        elif everything or view.kind != "overview":
+        elif everything or view is not None:
             # keep commands whole, for copying
             console().print(*table(found, view, explained=everything, more=more), sep="\n", crop=False)
         else:

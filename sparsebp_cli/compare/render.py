@@ -15,7 +15,7 @@ from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
-from sparsebp_cli.compare.view import View, view_grids
+from sparsebp_cli.compare.view import View, view_grid
 from sparsebp_cli.compare.words import say_briefly
 from sparsebp_cli.errors import UsageError, did_you_mean
 
@@ -34,20 +34,19 @@ def render(
     if format == "json":
         return json.dumps(asdict(comparison), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     if format == "md":
-        return _to_markdown(comparison, view or View(), more)
+        return _to_markdown(comparison, view, more)
     raise UsageError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}")
 
 
-def _to_markdown(comparison: Comparison, view: View, more: Sequence[Grid]) -> str:
+def _to_markdown(comparison: Comparison, view: View | None, more: Sequence[Grid]) -> str:
     lines: list[str] = []
-    whole = view.kind == "overview"
-    for grid in [*grids(comparison), *more] if whole else view_grids(comparison, view):
+    for grid in [*grids(comparison), *more] if view is None else [view_grid(comparison, view)]:
         rule = ["---" if number < grid.aside else "--:" for number in range(len(grid.columns))]
         lines += [f"### {_cell(grid.title)}", "", _row(grid.columns), _row(rule)]
         lines += [_row(_embolden(grid, place)) for place in range(len(grid.rows))]
         lines += ["", *([_cell(grid.note), ""] if grid.note else [])]
         lines += ["```console", *(f"$ {command}" for command in grid.commands), "```", ""] if grid.commands else []
-    if not whole:
+    if view is not None:
         return "\n".join(lines)
     if comparison.warnings:
         lines += ["### Warnings", "", *(f"- {_cell(warning)}" for warning in comparison.warnings), ""]
@@ -88,14 +87,13 @@ def table(
     """Return tables, then warnings, then a verdict for each group; for a single view only its tables. ``explained``
     adds the meaning of the columns. ``more`` are additional tables of the whole."""
     parts: list[RenderableType] = []
-    whole = view is None or view.kind == "overview"
-    for grid in [*grids(comparison), *more] if view is None or whole else view_grids(comparison, view):
+    for grid in [*grids(comparison), *more] if view is None else [view_grid(comparison, view)]:
         parts.append(_Fitting(grid))
         if grid.note and (explained or not grid.rows):
             parts.append(Text(grid.note, style="dim"))
         parts += map(_Command, grid.commands)
         parts.append(Text())
-    if not whole:
+    if view is not None:
         return parts[:-1]
     parts += [Text.assemble(("warning: ", "yellow"), warning) for warning in comparison.warnings]
     parts += [Text.assemble((f"{group.label}: ", "bold"), group.verdict) for group in comparison.groups]

@@ -12,25 +12,20 @@ from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.statistics import spread
 
 MOST_ROWS = 12
-Kind = Literal["overview", "curves"]
 Along = Literal["step", "tokens", "cost", "wall_time"]
 
 
 @dataclass(frozen=True)
 class View:
-    """The part of a comparison to show."""
+    """The curves of one metric, instead of all tables of a comparison."""
 
-    kind: Kind = "overview"  # ``overview`` shows everything
-    metric: str | None = None  # for ``curves``; None: the quality metric
-    along: Along = "step"  # for ``curves``: the horizontal axis
-
-
-def view_grids(comparison: Comparison, view: View) -> list[Grid]:
-    """Return the tables of a view other than the overview. A table without rows means that nothing was measured."""
-    return [_curves(comparison, view.metric or comparison.course, view.along)]
+    metric: str
+    along: Along = "step"  # the horizontal axis
 
 
-def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
+def view_grid(comparison: Comparison, view: View) -> Grid:
+    """Return the curves of a metric as a table; without rows if nothing was measured."""
+    metric, along = view.metric, view.along
     lines = {
         group.label: [_line(run, metric, along, group) for run in comparison.comparable_runs(group)]
         for group in comparison.groups

@@ -12,7 +12,6 @@ import pytest
 from sparsebp_cli.compare import (
     Comparison,
     Question,
-    View,
     choose,
     compare_runs,
     load_all,
@@ -98,7 +97,7 @@ def test_hostile_content_of_an_archive_is_text_in_the_report(hostile: Comparison
 
 @pytest.mark.parametrize("form", ["json", "md"])
 def test_hostile_content_of_an_archive_stays_data_in_every_form(hostile: Comparison, form: str) -> None:
-    text = render(hostile, form, View())
+    text = render(hostile, form)
     assert "boom()" in text
     if form == "md":
         assert "<script>" not in text

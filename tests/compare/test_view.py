@@ -12,13 +12,13 @@ from rich.console import Console
 
 from sparsebp_cli.compare import Comparison, Question, View, compare_runs, render, table
 from sparsebp_cli.compare.figure import thin
-from sparsebp_cli.compare.view import view_grids
+from sparsebp_cli.compare.view import view_grid
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
 
 MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
-VIEWS = [View("curves", "train/loss", "tokens"), View("curves")]
+VIEWS = [View("train/loss", "tokens"), View("eval/loss")]
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def comparison(make_run: MakeRun) -> Comparison:
 
 
 def cells(comparison: Comparison, view: View) -> list[tuple[str, ...]]:
-    return [row for grid in view_grids(comparison, view) for row in grid.rows]
+    return list(view_grid(comparison, view).rows)
 
 
 def test_a_curve_has_a_row_a_step_with_mean_and_spread_of_each_group(comparison: Comparison) -> None:
-    assert cells(comparison, View("curves")) == [
+    assert cells(comparison, View("eval/loss")) == [
         ("0", "6 ± 0 (3)", "6 ± 0 (3)", "6 ± 0 (3)"),
         ("10", "4.10 ± 0.10 (3)", "4.40 ± 0.10 (3)", "4.50 ± 0.10 (3)"),
         ("20", "3.10 ± 0.10 (3)", "3.40 ± 0.10 (3)", "3.50 ± 0.10 (3)"),
@@ -49,7 +49,7 @@ def test_a_curve_has_a_row_a_step_with_mean_and_spread_of_each_group(comparison:
 
 
 def test_a_curve_against_time_says_nothing_of_a_run_that_was_over_before(comparison: Comparison) -> None:
-    rows = cells(comparison, View("curves", along="wall_time"))
+    rows = cells(comparison, View("eval/loss", along="wall_time"))
     assert len(rows) == 11
     assert rows[0] == ("0 s", "6 ± 0 (3)", "6 ± 0 (3)", "6 ± 0 (3)")
     assert rows[-1][1:] == ("-", "-", "3.50 ± 0.10 (3)")
@@ -58,16 +58,16 @@ def test_a_curve_against_time_says_nothing_of_a_run_that_was_over_before(compari
 
 
 def test_a_long_curve_is_thinned_to_what_a_screen_shows(comparison: Comparison) -> None:
-    rows = cells(comparison, View("curves", "train/loss"))
+    rows = cells(comparison, View("train/loss"))
     assert (len(rows), rows[0][0], rows[-1][0]) == (12, "1", "20")
 
 
 def test_a_curve_against_tokens_counts_them(comparison: Comparison) -> None:
-    rows = cells(comparison, View("curves", along="tokens"))
+    rows = cells(comparison, View("eval/loss", along="tokens"))
     assert [row[0] for row in rows] == ["0", "10,240", "20,480"]
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.kind}-{view.along}")
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.metric}-{view.along}")
 def test_every_view_fits_100_columns_and_can_be_written(comparison: Comparison, view: View) -> None:
     console = Console(width=100, file=io.StringIO(), color_system=None)
     for part in table(comparison, view):
@@ -79,10 +79,10 @@ def test_every_view_fits_100_columns_and_can_be_written(comparison: Comparison, 
     assert "| --- |" in render(comparison, "md", view)
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.kind}-{view.along}")
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.metric}-{view.along}")
 def test_a_view_of_runs_without_numbers_is_still_a_table(make_run: MakeRun, view: View) -> None:
     empty = compare_runs([make_run(end="failed", steps=0), make_run("b", end="failed", steps=0)])
-    assert view_grids(empty, view)
+    assert view_grid(empty, view).rows == ()
 
 
 def test_curves_are_thinned_evenly_and_keep_both_ends() -> None:

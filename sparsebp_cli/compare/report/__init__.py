@@ -22,7 +22,7 @@ from sparsebp_cli.compare.number import SECONDS
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report.headline import find_withheld, join_names, make_headline
 from sparsebp_cli.compare.trade import find_trades
-from sparsebp_cli.compare.view import View, view_grids
+from sparsebp_cli.compare.view import View, view_grid
 from sparsebp_cli.compare.words import say
 from sparsebp_cli.page import check_path, render
 from sparsebp_cli.run import metric
@@ -63,7 +63,7 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
             environment_grid(comparison),
         ]
     )
-    curve_grids = _filled(grid for name in curves for grid in view_grids(comparison, View("curves", name)))
+    curve_grids = _filled(view_grid(comparison, View(name)) for name in curves)
     missing = _missing_controls(comparison)
     return render(
         __package__,
