@@ -205,21 +205,6 @@ class History:
         """Describe the parts without a valid record; empty if there are none."""
         return describe_unreadable(self.unreadable)
 
-    def dump(self) -> dict[str, object]:
-        """Return everything but metrics and curves as plain data."""
-        return {
-            "facts": self.facts,
-            "environments": self.environments,
-            "notes": self.notes,
-            "ends": self.ends,
-            "warm": self.warm,
-            "layers": self.layers,
-            "examples": self.examples,
-            "test_examples": self.test_examples,
-            "samples": self.samples,
-            "scores": self.scores,
-        }
-
     def add(self, record: Record) -> dict[str, float]:
         """Add one record of :func:`read`. Return the new metric values, without those of a repeated step."""
         new: dict[str, float] = {}

@@ -92,14 +92,10 @@ def tags(plan: Plan, history: History, state: State, labels: Labels | None = Non
 
 def artifacts(plan: Plan, history: History) -> dict[str, str]:
     """Return the run's artifacts as file name to content. They are texts, not a folder, so no link is followed."""
-    dumped = plan.model_dump(mode="json")
-    if uri := dumped["recipe"]["tracking"]["uri"]:
-        dumped["recipe"]["tracking"]["uri"] = mask(uri)
-    files = {
-        "plan.json": json.dumps(dumped, indent=1) + "\n",
-        "history.json": _describe_history(history),
-        "recipe.yaml": yaml.safe_dump(dumped["recipe"], sort_keys=False, allow_unicode=True),
-    }
+    recipe = plan.recipe.model_dump(mode="json")
+    if uri := recipe["tracking"]["uri"]:
+        recipe["tracking"]["uri"] = mask(uri)
+    files = {"recipe.yaml": yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}
     if history.environments:
         files["environment.json"] = json.dumps(history.environments, indent=1) + "\n"
     if plan.provenance.git_diff:
@@ -137,11 +133,6 @@ def _describe_run(plan: Plan, history: History, state: State) -> str:
     shown = [f"{m.name} {value:.4g} {m.unit}".strip() for m in SHOWN if (value := history.last(m.name)) is not None]
     lines += ["", "; ".join(shown) + "."] if shown else []
     return "\n".join([*lines, "", "`sparsebp compare` compares it."])
-
-
-def _describe_history(history: History) -> str:
-    """Return the event log's content besides metrics, which MLflow has already."""
-    return json.dumps(history.dump(), allow_nan=True) + "\n"
 
 
 def _flatten(value: object, key: str) -> Iterator[tuple[str, str]]:

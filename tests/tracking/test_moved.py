@@ -70,7 +70,7 @@ def test_a_home_that_was_moved_is_sent_to_again_and_shows_its_files(
     client = MlflowClient(store)
     for run in (late, old):
         [found] = client.search_runs(["1"], f"tags.`sparsebp.run_id` = '{run.run_id}'")
-        assert {file.path for file in client.list_artifacts(found.info.run_id)} >= {"plan.json", "history.json"}
+        assert {file.path for file in client.list_artifacts(found.info.run_id)} >= {"recipe.yaml"}
         assert found.info.status == "FINISHED"
     assert delete_record(RunFolder(new / "runs" / old.run_id)) == ""  # though it was sent to another address
     assert len(client.search_runs(["1"])) == 2
@@ -81,7 +81,7 @@ def test_artifacts_that_lie_elsewhere_on_purpose_stay_there(store: Path, make_ru
     own.mkdir(parents=True)
     MlflowClient(f"sqlite:///{store}").create_experiment("sparsebp", artifact_location=own.as_uri())
     assert sync(make_run(2)).complete
-    assert list(own.rglob("plan.json"))
+    assert list(own.rglob("recipe.yaml"))
     assert not (store.parent / "mlartifacts").exists()
 
 

@@ -67,7 +67,7 @@ def test_a_server_killed_midway_costs_a_warning_and_no_point(
     assert metric_rows(server.database) == through
     assert (run.path / "journal.jsonl").read_bytes() == journal_bytes
     files = sorted(path.name for path in (server.folder / "artifacts").rglob("*") if path.is_file())
-    assert files == ["environment.json", "history.json", "plan.json", "recipe.yaml"]
+    assert files == ["environment.json", "recipe.yaml"]
 
 
 @pytest.mark.slow

@@ -45,16 +45,16 @@ def only_run(store: Path) -> Run:
     return found
 
 
-def test_the_store_has_the_history_of_a_run_that_is_over(store: Path, make_run: MakeRun) -> None:
+def test_the_store_has_the_status_and_the_data_of_a_run_that_is_over(store: Path, make_run: MakeRun) -> None:
     run = make_run(3, end=None)
     with run.lock("worker"):
         assert sync(run).complete
     with JournalWriter(run.path) as journal:
         journal.write("end", status="finished", step=4, text="")
     assert sync(run).complete
-    kept = json.loads((Path(artifact_folder(only_run(store))) / "history.json").read_text())
-    assert kept["ends"][0]["status"] == "finished"
-    assert kept["facts"] == {"dataset_digest": "abc"}
+    found = only_run(store)
+    assert found.info.status == "FINISHED"
+    assert found.data.tags["sparsebp.dataset_digest"] == "abc"
 
 
 def test_the_store_holds_exactly_the_journals_points(store: Path, make_run: MakeRun) -> None:
@@ -288,12 +288,9 @@ def test_the_resolved_recipe_becomes_parameters_tags_and_artifacts(store: Path, 
     assert sorted(file.name for file in folder.iterdir()) == [
         "environment.json",
         "git.diff",
-        "history.json",
-        "plan.json",
         "recipe.yaml",
     ]
     assert "**demo**, seed 0: topk, random; finished." in found.data.tags["mlflow.note.content"]
-    assert Plan.load(folder / "plan.json") == plan
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["policy"][0] == {
         "name": "topk",
         "keep": 0.1,
@@ -343,7 +340,7 @@ def test_links_in_the_runs_folder_are_never_followed_into_the_store(
     (run.path / "checkpoints").symlink_to(tmp_path)
     sync(run)
     files = [file for file in (store.parent / "mlartifacts").rglob("*") if file.is_file()]
-    assert len(files) == 4
+    assert len(files) == 2
     assert not any(b"CANARY" in file.read_bytes() for file in files)
 
 
