@@ -6,7 +6,6 @@ on a metric.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import POLICY_KEY, SEED, LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
-from sparsebp_cli.run.folder import SHORTEST_PREFIX, is_file, list_folders
+from sparsebp_cli.run.folder import find_folder, list_folders, match_word
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.metric import METRICS
 
@@ -180,36 +179,12 @@ def find_outcomes(where: str) -> list[str]:
 
 
 def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[RunCandidate]:
-    if word.startswith("@"):
-        count = "1" if word == "@last" else word[1:]
-        # Tags cannot look like `last`, a number or an id, so they hide none of these. See decision 118.
-        if not count.isdecimal() and (tagged := [c for c in candidates if count in c.labels.tags]):
-            return tagged[::-1]
-        if not count.isdecimal() or not 0 < int(count) <= len(candidates):
-            raise RunNotFoundError(
-                f"{word}: there are {len(candidates)} runs; use @last or @N with N from 1 to {len(candidates)}"
-                + ("" if count.isdecimal() else ", or the tag of a run")
-            )
-        return list(candidates[: int(count)])[::-1]
-    if os.sep in word and is_file(Path(word) / "plan.json"):
-        return [_describe(RunFolder(Path(word).absolute()))]
-    if "=" in word:
-        tag, _, value = word.partition("=")
-        if tagged := [c for c in candidates if c.tags.get(tag) == value]:
-            return tagged[::-1]
-    for matching in (
-        [c for c in candidates if c.run_id == word],
-        [c for c in candidates if c.name == word],
-    ):
-        if matching:
-            return matching[::-1]
-    prefixed = [c for c in candidates if len(word) >= SHORTEST_PREFIX and c.run_id.startswith(word)]
-    if len(prefixed) == 1:
-        return prefixed
-    if prefixed:
-        raise RunNotFoundError(f"{word} is not unique: {', '.join(c.run_id for c in prefixed[:5])}")
-    near = did_you_mean(word, [c.run_id for c in candidates] + [c.name for c in candidates if c.name])
-    raise RunNotFoundError(f"no run matches {word!r} in {place}{near}; `sparsebp runs` lists the runs of this machine")
+    if not word.startswith("@") and (folder := find_folder(word)) is not None:
+        return [_describe(folder)]
+    tag, equals, value = word.partition("=")
+    if equals and (tagged := [candidate for candidate in candidates if candidate.tags.get(tag) == value]):
+        return tagged[::-1]
+    return match_word(word, candidates, lambda candidate: candidate.folder, lambda candidate: candidate.name, place)
 
 
 def _check_names(condition: Condition, candidates: Sequence[RunCandidate]) -> None:

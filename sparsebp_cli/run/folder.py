@@ -25,12 +25,12 @@ import errno
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -44,6 +44,7 @@ from sparsebp_cli.run.record import State
 from sparsebp_cli.run.stored_recipe import rename_keys
 from sparsebp_cli.run.visible import mask
 
+Run = TypeVar("Run")
 SHORTEST_PREFIX = 3
 # Deleting renames a run beside the others: this needs no other file system, new folder or inode. See decision 7.
 DELETED = ".deleted-"  # prefix of the name of a run that is being deleted
@@ -313,26 +314,44 @@ def find_run(word: str) -> list[RunFolder]:
     # A word with a slash is never looked up inside the runs folder.
     if word == Path(word).name and is_file(home() / "runs" / word / "plan.json"):
         return [RunFolder(home() / "runs" / word)]
+    if not word.startswith("@") and (folder := find_folder(word)) is not None:
+        return [folder]
     named = _name_runs()
-    runs = list(named)
+    return match_word(word, list(named), lambda run: run, lambda run: named[run], str(home()))
+
+
+def find_folder(word: str) -> RunFolder | None:
+    """Return the run whose folder a path names; None if a word is not such a path."""
+    return RunFolder(Path(word).absolute()) if os.sep in word and is_file(Path(word) / "plan.json") else None
+
+
+def match_word(
+    word: str, runs: Sequence[Run], folder_of: Callable[[Run], RunFolder], name_of: Callable[[Run], str], place: str
+) -> list[Run]:
+    """Return those of ``runs``, which are newest first, that a word refers to, as :func:`find_run` does. ``place``
+    names the origin of the runs in errors."""
     if word.startswith("@"):
         count = "1" if word == "@last" else word[1:]
-        if not count.isdecimal() and (tagged := [run for run in runs if count in Labels.load(run.path).tags]):
+        # Tags cannot look like `last`, a number or an id, so they hide none of these. See decision 118.
+        if not count.isdecimal() and (
+            tagged := [run for run in runs if count in Labels.load(folder_of(run).path).tags]
+        ):
             return tagged[::-1]
         if not count.isdecimal() or not 0 < int(count) <= len(runs):
             raise RunNotFoundError(
                 f"{word}: there are {len(runs)} runs; use @last or @N with N from 1 to {len(runs)}"
                 + ("" if count.isdecimal() else ", or the tag of a run")
             )
-        return runs[: int(count)][::-1]
-    if os.sep in word and is_file(Path(word) / "plan.json"):
-        return [RunFolder(Path(word).absolute())]
-    if same := [run for run, name in named.items() if name == word]:
+        return list(runs[: int(count)])[::-1]
+    ids = {folder_of(run).run_id: run for run in runs}
+    if word in ids:
+        return [ids[word]]
+    if same := [run for run in runs if name_of(run) == word]:
         return same[::-1]
-    prefixed = [run for run in runs if len(word) >= SHORTEST_PREFIX and run.run_id.startswith(word)]
+    prefixed = [run_id for run_id in ids if len(word) >= SHORTEST_PREFIX and run_id.startswith(word)]
     if len(prefixed) == 1:
-        return prefixed
+        return [ids[prefixed[0]]]
     if prefixed:
-        raise RunNotFoundError(f"{word} is not unique: {', '.join(run.run_id for run in prefixed[:5])}")
-    near = did_you_mean(word, [run.run_id for run in runs] + list(named.values()))
-    raise RunNotFoundError(f"no run matches {word!r} under {home()}{near}; `sparsebp runs` lists the runs")
+        raise RunNotFoundError(f"{word} is not unique: {', '.join(prefixed[:5])}")
+    near = did_you_mean(word, [*ids, *filter(None, map(name_of, runs))])
+    raise RunNotFoundError(f"no run matches {word!r} in {place}{near}; `sparsebp runs` lists the runs of this machine")
