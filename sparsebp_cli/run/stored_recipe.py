@@ -41,7 +41,7 @@ WITHOUT_EFFECT = {
 # Options of targets that are gone, by kind. A run's weights and results do not depend on them.
 GONE_OPTIONS = {
     "docker": ("gpu_request",),
-    "kubernetes": ("backoff_limit", "gpu_resource", "priority_class"),
+    "kubernetes": ("backoff_limit", "gpu_resource", "nodes_as", "priority_class"),
     "slurm": ("qos",),
 }
 # Keys of 0.5 that named a column each, with the keys of ``columns`` that replace them, by format.

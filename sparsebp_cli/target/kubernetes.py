@@ -1,4 +1,4 @@
-"""The target ``kubernetes``: run each run as a Job, or on several nodes as a JobSet, through ``kubectl``.
+"""The target ``kubernetes``: run each run as a Job, on several nodes as an Indexed Job, through ``kubectl``.
 
 ``kubectl exec`` copies the run's folder into the pod and out of it, so the cluster needs no storage. With a
 PersistentVolumeClaim, a replacement pod continues from the last checkpoint.
@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.plan import Plan
@@ -27,10 +27,8 @@ from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_e
 from sparsebp_cli.target.manifest import (
     GPU,
     INDEX,
-    JOBSET,
     KubernetesOptions,
     make_job,
-    make_job_set,
     make_reader,
     make_service,
     to_text,
@@ -47,7 +45,7 @@ HANDLE = re.compile(r"(jobset/)?sparsebp-\S+ [\w-]{32,36}")  # ends in its uid; 
 SIGNALS = {9: "KILL", 15: "TERM"}
 READER_SECONDS = 120.0
 JOB, JOB_SET = "job", "jobsets.jobset.x-k8s.io"  # their kubectl names
-SET_MARK = "jobset/"  # prefix of a JobSet's handle; a Job's handle begins with its name
+SET_MARK = "jobset/"  # prefix of the handle of a JobSet, which 0.5 made and which may still run
 QUEUES = "localqueues.kueue.x-k8s.io"
 
 
@@ -73,9 +71,6 @@ class KubernetesEngine(TargetEngine):
     def files(self, run: RunFolder) -> dict[str, str]:
         if self._options.nodes == 1:
             return {"job.json": to_text(make_job(self._options, run.run_id))}
-        # Do not ask the cluster: a dry run starts nothing and contacts no machine.
-        if self._options.nodes_as != "job":
-            return {"jobset.json": to_text(make_job_set(self._options, run.run_id))}
         service = to_text(make_service(run.run_id))
         return {"service.json": service, "job.json": to_text(make_job(self._options, run.run_id))}
 
@@ -83,31 +78,24 @@ class KubernetesEngine(TargetEngine):
         check_paths(plan, [read_mount(mount).target for mount in self._options.mounts])
 
     def find(self, run: RunFolder) -> str | None:
-        # Look for a Job too: the run may have started as one before its cluster had JobSets.
-        for kind in [*([JOB_SET] if self._options.nodes > 1 and self._has_job_sets() else []), JOB]:
-            job = self._get(kind, container_name(run.run_id))
-            if job is not None:
-                return _make_handle(kind, job["metadata"]["name"], job["metadata"]["uid"])
-        return None
+        job = self._get(JOB, container_name(run.run_id))
+        return None if job is None else _make_handle(job["metadata"]["name"], job["metadata"]["uid"])
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         (run,) = runs
-        kind, manifest = JOB, make_job(self._options, run.run_id)
-        if self._makes_job_sets():
-            kind, manifest = JOB_SET, make_job_set(self._options, run.run_id)
-        elif self._options.nodes > 1:
+        if self._options.nodes > 1:
             # Create the Service before the job, whose pods need it to find each other. A failed start may have left
             # one.
             made = self._run("create", "--filename", "-", given=to_text(make_service(run.run_id)).encode())
             if made.code != 0 and "(AlreadyExists)" not in made.err:
                 raise RunFailedError(f"{self._place} refused the run: {made.problem}")
         words = [*self._words, "create", "--filename", "-", "--output", "jsonpath={.metadata.uid}"]
-        answer = self._tool.run(words, given=to_text(manifest).encode())
+        answer = self._tool.run(words, given=to_text(make_job(self._options, run.run_id)).encode())
         if "(AlreadyExists)" in answer.err:
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another remote runner")
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
-        handle = _make_handle(kind, container_name(run.run_id), answer.text)
+        handle = _make_handle(container_name(run.run_id), answer.text)
         if not self.is_handle(handle):
             raise UnreachableError(f"{self._place} did not return the uid of the new job, got {shorten(answer.text)!r}")
         return [handle]
@@ -123,7 +111,7 @@ class KubernetesEngine(TargetEngine):
         pod = self._newest_pod(run)
         if pod is not None and pod["status"].get("phase") == "Running":
             return self._status_inside(run, pod["metadata"]["name"])
-        conditions = job.get("status", {}).get("conditions", [])  # a new JobSet has no status
+        conditions = job.get("status", {}).get("conditions", [])  # a new job has no status
         failed = [c for c in conditions if c["type"] == "Failed" and c["status"] == "True"]
         if pod is not None and (failed or pod["status"].get("phase") == "Succeeded"):
             return _read_end(pod, has_claim=self._options.claim is not None)
@@ -192,17 +180,9 @@ class KubernetesEngine(TargetEngine):
             yield CheckResult("fail", "reachable", f"{self._place}: {error}")
 
     def _check_jobs(self) -> Iterator[CheckResult]:
-        options, kind = self._options, "jobs"
-        if options.nodes > 1:
-            has_sets = self._has_job_sets()
-            kind = JOB_SET if self._makes_job_sets() else kind
-            form = "a JobSet" if kind == JOB_SET else "an Indexed Job"
-            text = f"{options.nodes} nodes as {form}; the cluster has {'' if has_sets else 'no '}JobSets ({JOBSET})"
-            hint = "" if has_sets else "install the JobSet controller, which starts all nodes again when one is lost"
-            level: Literal["ok", "warn", "fail"] = "ok" if has_sets else "fail" if kind == JOB_SET else "warn"
-            yield CheckResult(level, "nodes", text, hint)
-        allowed = self._run("auth", "can-i", "create", kind).text or "no"
-        yield CheckResult("ok" if allowed == "yes" else "fail", "rights", f"create {kind}: {allowed}")
+        options = self._options
+        allowed = self._run("auth", "can-i", "create", "jobs").text or "no"
+        yield CheckResult("ok" if allowed == "yes" else "fail", "rights", f"create jobs: {allowed}")
         if options.queue:
             # Without Kueue, kubectl does not know this resource, and its error looks like a broken connection.
             known = self._lists("kueue.x-k8s.io") and self._get(QUEUES, options.queue) is not None
@@ -210,18 +190,8 @@ class KubernetesEngine(TargetEngine):
             text = f"{options.queue}: {'a LocalQueue of Kueue' if known else 'there is no such LocalQueue'}"
             yield CheckResult("ok" if known else "fail", "queue", text, hint)
 
-    def _makes_job_sets(self) -> bool:
-        """Return whether a new run becomes a JobSet."""
-        if self._options.nodes == 1 or self._options.nodes_as == "job":
-            return False
-        return self._options.nodes_as == "jobset" or self._has_job_sets()
-
-    def _has_job_sets(self) -> bool:
-        """Return whether the cluster supports the JobSet version that this module writes."""
-        return self._lists(JOBSET)
-
     def _lists(self, group: str) -> bool:
-        """Return whether the server lists an API group, or one version of it."""
+        """Return whether the server lists an API group."""
         answer = self._run("get", "--raw", f"/apis/{group}")
         if answer.code != 0 and not NOT_FOUND.search(answer.err):
             raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
@@ -300,15 +270,14 @@ class KubernetesEngine(TargetEngine):
 
 @final
 class KubernetesTarget(RemoteTarget):
-    """A Job of Kubernetes, or a JobSet."""
+    """A Job of Kubernetes."""
 
     options_class: ClassVar[type[TargetOptions]] = KubernetesOptions
     engine_class = KubernetesEngine
 
 
-def _make_handle(kind: str, name: str, uid: str) -> str:
-    # Include the uid, because a later job may have the same name.
-    return f"{SET_MARK if kind == JOB_SET else ''}{name} {uid}"
+def _make_handle(name: str, uid: str) -> str:
+    return f"{name} {uid}"  # with the uid, because a later job may have the same name
 
 
 def _read_handle(handle: str) -> tuple[str, str, str]:

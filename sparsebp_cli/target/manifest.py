@@ -27,15 +27,12 @@ INDEX = "batch.kubernetes.io/job-completion-index"  # label (since Kubernetes 1.
 NODE_PORT = 29400  # port of the first pod's launcher
 GRACE_SECONDS = 120  # for a checkpoint when a pod must end
 QUEUE = "kueue.x-k8s.io/queue-name"  # label that assigns a job to a Kueue queue
-JOBSET = "jobset.x-k8s.io/v1alpha2"
-NODES = "node"  # name of the only replicated job of a JobSet
 GPU = "nvidia.com/gpu"  # resource name of a GPU
-RESTARTS = 2  # of a Job: lost pods to replace, after growing pauses; of a JobSet: restarts of all pods
-OWN_FAILURES = [1, 2]  # exit codes of a worker that would fail again
+RESTARTS = 2  # lost pods to replace, after growing pauses
 
 
 class KubernetesOptions(ContainerOptions):
-    """A Kubernetes Job or JobSet, through kubectl."""
+    """A Kubernetes Job, through kubectl."""
 
     context: Annotated[str, Field(pattern=r"^[\w.:/@-]+$")] | None = Field(
         None, description="Context of kubectl's configuration; null: the current one."
@@ -58,11 +55,6 @@ class KubernetesOptions(ContainerOptions):
     queue: DnsLabel | None = Field(
         None, description="Kueue's LocalQueue in the namespace: Kueue decides when the run starts. null: no Kueue."
     )
-    nodes_as: Literal["auto", "jobset", "job"] = Field(
-        "auto",
-        description="Object for a run on several nodes. jobset: a JobSet. job: an Indexed Job with its Service. auto: "
-        "jobset if the cluster has JobSets, else job.",
-    )
     hold_min: PositiveInt = Field(60, description="Minutes that a pod keeps its results after training.")
     mounts: list[MountText] = Field(
         default_factory=list, description="Folders of the node to mount: SOURCE:TARGET (read-only) or SOURCE:TARGET:rw."
@@ -84,53 +76,22 @@ class KubernetesOptions(ContainerOptions):
 
 def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
     """Return the ``batch/v1`` Job of a run; with several nodes, an Indexed Job with one pod a node."""
-    name = container_name(run_id)
-    spec = _make_job_spec(options, run_id, f"{name}-0.{name}")
-    if options.nodes > 1:
-        spec["template"]["spec"]["subdomain"] = name  # the name of make_service: pods are NAME-0.NAME, NAME-1.NAME, ...
-    metadata = {"name": name, "labels": _queued_labels(options, run_id)}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
-
-
-def make_job_set(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
-    """Return the JobSet of a run on several nodes. Its controller creates the Service by which the pods find each
-    other. If a pod is lost, the controller restarts all pods, up to ``RESTARTS`` times."""
-    name = container_name(run_id)
-    # Pod names are JOBSET-REPLICATED_JOB-JOB-POD.SUBDOMAIN; the subdomain is the name of the set.
-    spec = _make_job_spec(options, run_id, f"{name}-{NODES}-0-0.{name}")
-    spec["backoffLimit"] = 0  # do not replace a single pod: the set restarts all of them
-    own = {"containerName": "worker", "operator": "In", "values": OWN_FAILURES}
-    spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": own}]}
-    end = {"name": "ownFailure", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    return {
-        "apiVersion": JOBSET,
-        "kind": "JobSet",
-        "metadata": {"name": name, "labels": _queued_labels(options, run_id)},
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": [NODES]},
-            "failurePolicy": {"maxRestarts": RESTARTS, "rules": [end]},
-            "replicatedJobs": [
-                {"name": NODES, "replicas": 1, "template": {"metadata": {"labels": _labels(run_id)}, "spec": spec}}
-            ],
-        },
-    }
-
-
-def _make_job_spec(options: KubernetesOptions, run_id: Name, first: str) -> dict[str, Any]:
-    """Return the ``spec`` of a Job. ``first`` is the host name under which the other pods find the first node's pod."""
-    hold = str(60 * options.hold_min)
+    name, hold = container_name(run_id), str(60 * options.hold_min)
     words = [options.python, "-P", "-m", "sparsebp_cli.target.relay", options.worker, run_folder(run_id), hold]
     pod = _make_pod(options, words)
     several: dict[str, Any] = {}
     if options.nodes > 1:
+        pod["subdomain"] = name  # the name of make_service: pods are NAME-0.NAME, NAME-1.NAME, ...
         several = {"completionMode": "Indexed", "completions": options.nodes, "parallelism": options.nodes}
         pod["containers"][0]["env"] += [
             {"name": "SPARSEBP_NODE", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
-            {"name": "SPARSEBP_FIRST_NODE", "value": f"{first}:{NODE_PORT}"},
+            {"name": "SPARSEBP_FIRST_NODE", "value": f"{name}-0.{name}:{NODE_PORT}"},
         ]
+    # Kueue needs its label on the job, and not on the pods.
+    labels = {**_labels(run_id), **({QUEUE: options.queue} if options.queue else {})}
     template = {"metadata": {"labels": _labels(run_id)}, "spec": pod}
-    return {**several, "backoffLimit": RESTARTS, "template": template}
+    spec = {**several, "backoffLimit": RESTARTS, "template": template}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
 def make_service(run_id: Name) -> dict[str, Any]:
@@ -159,11 +120,6 @@ def make_reader(options: KubernetesOptions, run_id: str) -> dict[str, Any]:
 
 def _labels(run_id: Name) -> dict[str, str]:
     return {"app.kubernetes.io/name": "sparsebp", "sparsebp.run": run_id}
-
-
-def _queued_labels(options: KubernetesOptions, run_id: Name) -> dict[str, str]:
-    """Return the labels of a job or set. Kueue needs its label there, and not on the pods."""
-    return {**_labels(run_id), **({QUEUE: options.queue} if options.queue else {})}
 
 
 def to_text(manifest: dict[str, Any]) -> str:

@@ -162,7 +162,11 @@ def test_the_split_of_a_stored_plan_names_a_removed_key_that_had_an_effect(tmp_p
     ("kind", "former", "left"),
     [
         ("docker", {"gpu_request": "cdi"}, {}),
-        ("kubernetes", {"backoff_limit": 2, "gpu_resource": "amd.com/gpu", "priority_class": None}, {}),
+        (
+            "kubernetes",
+            {"backoff_limit": 2, "gpu_resource": "amd.com/gpu", "nodes_as": "jobset", "priority_class": None},
+            {},
+        ),
         ("slurm", {"qos": None}, {}),
         ("slurm", {"qos": "low", "arguments": ["--nice=1"]}, {"arguments": ["--nice=1", "--qos=low"]}),
         ("of-a-plugin", {"qos": "low"}, {"qos": "low"}),

@@ -24,7 +24,7 @@ from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.container import DockerOptions
 from sparsebp_cli.target.docker import DockerTarget
 from sparsebp_cli.target.kubernetes import KubernetesTarget
-from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_job_set, make_reader, to_text
+from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_reader, to_text
 from sparsebp_cli.target.slurm import SlurmTarget
 from sparsebp_tools.export.scheduler import export_dstack, export_kubernetes, export_sbatch, export_sky
 
@@ -130,9 +130,6 @@ GOLDEN: dict[str, Callable[[], str]] = {
     "kubernetes-rich.txt": lambda: show_kubernetes(**RICH_POD),
     "kubernetes-reader.txt": lambda: to_text(make_reader(KubernetesOptions(**RICH_POD), "0123456789ab")),
     "kubernetes-nodes.txt": lambda: show_kubernetes(nodes=2, processes=4, gpus=2, claim="runs", queue="team-a"),
-    "kubernetes-nodes-job.txt": lambda: to_text(
-        make_job(KubernetesOptions(nodes=2, processes=4, gpus=2, claim="runs"), "0123456789ab")
-    ),
     "export-k8s-nodes.txt": lambda: shorten_plan(
         export_kubernetes([make_plan({"kind": "kubernetes", "nodes": 2, "processes": 2, "claim": "runs"})])
     ),
@@ -188,34 +185,15 @@ def test_manifests_of_several_nodes_keep_the_schema_but_for_what_is_newer() -> N
     validate(job, "kubernetes-1.20.json", "io.k8s.api.batch.v1.Job")
 
 
-@pytest.mark.parametrize("options", [{}, {"queue": "team-a"}, {**RICH_POD, "gpus": 1}], ids=["plain", "queue", "rich"])
-def test_a_job_set_keeps_the_published_schema(options: dict[str, Any]) -> None:
-    chosen = KubernetesOptions(nodes=2, processes=2, **{"claim": "runs", **options})
-    made = make_job_set(chosen, "0123456789ab")
-    validate(made, "jobset-v1alpha2.json", "JobSet")
-    ((job,),) = (made["spec"]["replicatedJobs"],)
-    pod = job["template"]["spec"]["template"]["spec"]
-    first = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}["SPARSEBP_FIRST_NODE"]
-    # <jobSet.name>-<spec.replicatedJob.name>-<job-index>-<pod-index>.<subdomain>, says the schema's text.
-    subdomain = made["spec"]["network"]["subdomain"]
-    assert first == f"{made['metadata']['name']}-{job['name']}-0-0.{subdomain}:29400"
-    assert len(first.partition(".")[0]) <= 63  # a host name
-
-
-def test_the_schema_would_notice_a_wrong_job_set() -> None:
-    wrong = make_job_set(KubernetesOptions(nodes=2, processes=2, claim="runs"), "0123456789ab")
-    wrong["spec"]["failurePolicy"]["maxRestart"] = wrong["spec"]["failurePolicy"].pop("maxRestarts")
-    with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
-        validate(wrong, "jobset-v1alpha2.json", "JobSet")
-
-
 def test_a_queue_of_kueue_is_a_label_of_the_job_and_not_of_its_pods() -> None:
     label = "kueue.x-k8s.io/queue-name"
-    for nodes, make in ((1, make_job), (2, make_job), (2, make_job_set)):
-        queued = make(KubernetesOptions(nodes=nodes, processes=nodes, claim="runs", queue="team-a"), "0123456789ab")
+    for nodes in (1, 2):
+        queued = make_job(KubernetesOptions(nodes=nodes, processes=nodes, claim="runs", queue="team-a"), "0123456789ab")
         assert queued["metadata"]["labels"][label] == "team-a"
         assert to_text(queued).count(label) == 1
-        assert label not in to_text(make(KubernetesOptions(nodes=nodes, processes=nodes, claim="runs"), "0123456789ab"))
+        assert label not in to_text(
+            make_job(KubernetesOptions(nodes=nodes, processes=nodes, claim="runs"), "0123456789ab")
+        )
 
 
 @pytest.mark.parametrize("queue", ["team a", "Team", "a.b", "x" * 64, ""])

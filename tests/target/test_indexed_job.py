@@ -1,4 +1,4 @@
-"""Several nodes in Kubernetes: a JobSet where the cluster has them, else an Indexed Job with a Service."""
+"""Several nodes in Kubernetes: an Indexed Job with a Service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
+from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.target.engine import Phase
 from sparsebp_cli.target.kubernetes import KubernetesEngine
@@ -21,8 +21,7 @@ from . import fake_kubectl
 from .conftest import last_end, make_run, until, wait_for_step
 from .test_engines import prepare
 
-JOBSET = "jobset.x-k8s.io/v1alpha2"
-SET, JOB = "jobsets.jobset.x-k8s.io", "job"
+SET = "jobsets.jobset.x-k8s.io"  # of 0.5
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cluster"
     (folder / "data").mkdir(parents=True)
     (folder / "pod").mkdir()
-    (folder / "apis").write_text(JOBSET)
+    (folder / "apis").write_text("")
     program = tmp_path / "bin" / "kubectl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_kubectl.__file__} "$@"\n')
@@ -56,22 +55,20 @@ def names(cluster: Path) -> set[str]:
 
 
 @pytest.mark.long
-def test_several_nodes_as_a_job_set_keep_the_contract(cluster: Path) -> None:
-    (cluster / "apis").write_text(f"{JOBSET} kueue.x-k8s.io")
+def test_several_nodes_keep_the_contract(cluster: Path) -> None:
+    (cluster / "apis").write_text("kueue.x-k8s.io")
     (cluster / "localqueues.kueue.x-k8s.io").mkdir()
     (cluster / "localqueues.kueue.x-k8s.io" / "team-a.json").write_text("{}")
     (cluster / "pvc").mkdir()
     (cluster / "pvc" / "runs.json").write_text(json.dumps({"status": {"phase": "Bound"}}))
     options = {"nodes": 2, "processes": 2, "claim": "runs", "queue": "team-a", "python": sys.executable}
     check_target("kubernetes", **options)
-    calls = (cluster / "calls").read_text()
-    assert f"delete {SET}" in calls
-    assert "delete job " not in calls
+    assert "delete job " in (cluster / "calls").read_text()
     assert names(cluster) <= {"localqueues.kueue.x-k8s.io/team-a", "pvc/runs"}, "nothing is left behind"
 
 
 @pytest.mark.slow
-def test_a_run_on_a_claim_is_stopped_and_resumed_as_another_set(cluster: Path) -> None:
+def test_a_run_on_a_claim_is_stopped_and_resumed_as_another_job(cluster: Path) -> None:
     options = {"nodes": 2, "processes": 2, "claim": "runs", "python": sys.executable}
     run, target = prepare("kubernetes", options)
     job = target.submit(run)
@@ -86,14 +83,12 @@ def test_a_run_on_a_claim_is_stopped_and_resumed_as_another_set(cluster: Path) -
     assert names(cluster) == set()
 
 
-def test_a_run_on_several_nodes_is_a_job_set_that_brings_its_own_service(
-    cluster: Path, engine: KubernetesEngine
-) -> None:
+def test_a_run_on_several_nodes_is_an_indexed_job_with_a_service(cluster: Path, engine: KubernetesEngine) -> None:
     run = make_run()
     (handle,) = engine.start([run], 1)
     name = f"sparsebp-{run.run_id}"
-    assert handle.startswith(f"jobset/{name} ")
-    assert names(cluster) == {f"{SET}/{name}", f"pod/{name}-node-0-0"}
+    assert handle.startswith(f"{name} ")
+    assert names(cluster) == {f"job/{name}", f"service/{name}", f"pod/{name}-0"}
     assert engine.find(run) == handle
     assert engine.status(run, handle).phase is Phase.WAITING
     with pytest.raises(RunBusyError, match="started by another remote runner"):
@@ -103,20 +98,7 @@ def test_a_run_on_several_nodes_is_a_job_set_that_brings_its_own_service(
     assert engine.find(run) is None
 
 
-def test_without_job_sets_it_is_an_indexed_job_with_a_service(cluster: Path, engine: KubernetesEngine) -> None:
-    (cluster / "apis").write_text("")
-    run = make_run()
-    (handle,) = engine.start([run], 1)
-    name = f"sparsebp-{run.run_id}"
-    assert handle.startswith(f"{name} ")
-    assert names(cluster) == {f"job/{name}", f"service/{name}", f"pod/{name}-0"}
-    engine.release(run, handle)
-    assert names(cluster) == set()
-
-
-def test_an_indexed_job_from_before_is_found_and_ended_where_there_are_job_sets_now(
-    cluster: Path, engine: KubernetesEngine, tmp_path: Path
-) -> None:
+def test_an_indexed_job_from_before_is_found_and_ended(cluster: Path, engine: KubernetesEngine, tmp_path: Path) -> None:
     run = make_run()
     waiting = tmp_path / "waiting"  # a pod whose program never begins: a relay might, between the two calls below
     waiting.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -137,77 +119,38 @@ def test_an_indexed_job_from_before_is_found_and_ended_where_there_are_job_sets_
     assert names(cluster) == set()
 
 
-def test_a_set_that_failed_without_a_pod_says_why(cluster: Path, engine: KubernetesEngine) -> None:
+def test_a_job_set_of_0_5_is_followed_and_deleted(cluster: Path, engine: KubernetesEngine) -> None:
     run = make_run()
-    (handle,) = engine.start([run], 1)
-    file = cluster / SET / f"sparsebp-{run.run_id}.json"
-    made = json.loads(file.read_text())
+    (cluster / "apis").write_text(SET)
+    (cluster / SET).mkdir()
     failed = {"type": "Failed", "status": "True", "message": "jobset failed due to reaching max number of restarts"}
-    made["status"] = {"conditions": [{"type": "Suspended", "status": "False"}, failed]}
-    engine.signal(run, handle, 15)
-    file.write_text(json.dumps(made))
+    made = {"metadata": {"name": f"sparsebp-{run.run_id}", "uid": "0" * 32}, "status": {"conditions": [failed]}}
+    (cluster / SET / f"sparsebp-{run.run_id}.json").write_text(json.dumps(made))
+    handle = f"jobset/sparsebp-{run.run_id} {'0' * 32}"
+    assert engine.is_handle(handle)
     status = engine.status(run, handle)
     assert (status.phase, status.gone) == (Phase.OVER, True)
     assert status.text == "Kubernetes: jobset failed due to reaching max number of restarts"
-
-
-def test_a_set_of_that_name_but_another_run_is_not_this_one(cluster: Path, engine: KubernetesEngine) -> None:
-    run = make_run()
-    (handle,) = engine.start([run], 1)
-    other = f"jobset/sparsebp-{run.run_id} another-uid"
-    assert engine.status(run, other).gone
     engine.release(run, handle)
-
-
-def test_a_server_that_does_not_say_whether_it_has_job_sets_is_unreachable(
-    cluster: Path, tmp_path: Path, engine: KubernetesEngine
-) -> None:
-    run = make_run()
-    (tmp_path / "bin" / "kubectl").write_text("#!/bin/sh\necho 'Error from server (Forbidden): no' >&2\nexit 1\n")
-    with pytest.raises(UnreachableError, match="Forbidden"):
-        engine.start([run], 1)
+    assert names(cluster) == set()
 
 
 def test_a_dry_run_shows_what_is_made_and_reaches_no_cluster(cluster: Path, engine: KubernetesEngine) -> None:
     run = make_run()
-    assert list(engine.files(run)) == ["jobset.json"]
-    assert list(make_engine(nodes_as="job").files(run)) == ["service.json", "job.json"]
+    assert list(engine.files(run)) == ["service.json", "job.json"]
     assert list(make_engine(nodes=1).files(run)) == ["job.json"]
     assert not (cluster / "calls").exists()
-
-
-def test_the_form_of_several_nodes_can_be_chosen(cluster: Path) -> None:
-    run = make_run()
-    engine = make_engine(nodes_as="job")
-    (handle,) = engine.start([run], 1)
-    assert handle.startswith(f"sparsebp-{run.run_id} ")
-    engine.release(run, handle)
-    (cluster / "apis").write_text("")
-    with pytest.raises(RunFailedError, match="refused the run"):
-        make_engine(nodes_as="jobset").start([run], 1)
 
 
 @pytest.mark.parametrize(
     ("apis", "options", "said"),
     [
-        (JOBSET, {}, {("ok", "nodes", f"2 nodes as a JobSet; the cluster has JobSets ({JOBSET})"), ("ok", "rights")}),
-        ("", {}, {("warn", "nodes", f"2 nodes as an Indexed Job; the cluster has no JobSets ({JOBSET})")}),
-        (
-            "",
-            {"nodes_as": "jobset"},
-            {("fail", "nodes", f"2 nodes as a JobSet; the cluster has no JobSets ({JOBSET})")},
-        ),
-        (
-            JOBSET,
-            {"nodes_as": "job"},
-            {("ok", "nodes", f"2 nodes as an Indexed Job; the cluster has JobSets ({JOBSET})")},
-        ),
         ("", {"queue": "team-a"}, {("fail", "queue", "team-a: there is no such LocalQueue")}),
         ("kueue.x-k8s.io", {"queue": "team-b"}, {("fail", "queue", "team-b: there is no such LocalQueue")}),
         ("kueue.x-k8s.io", {"queue": "team-a"}, {("ok", "queue", "team-a: a LocalQueue of Kueue")}),
     ],
 )
-def test_a_check_tells_the_form_of_several_nodes_and_the_queue(
+def test_a_check_tells_the_queue(
     cluster: Path, apis: str, options: dict[str, object], said: set[tuple[str, ...]]
 ) -> None:
     (cluster / "apis").write_text(apis)
@@ -216,8 +159,6 @@ def test_a_check_tells_the_form_of_several_nodes_and_the_queue(
     found = list(make_engine(**options).check())
     for expected in said:
         assert expected in {result[: len(expected)] for result in found}
-    if apis == JOBSET and not options:
-        assert f"auth can-i create {SET}" in (cluster / "calls").read_text()
 
 
 def test_one_node_stays_a_job_and_asks_for_nothing_new(cluster: Path) -> None:
