@@ -6,7 +6,6 @@ retries a dead server blocks a caller for minutes, so the number of retries is r
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -32,16 +31,6 @@ if TYPE_CHECKING:
 
 KIND = "mlflow.experimentKind"  # decides which pages MLflow shows first: without it, those for chat applications
 MODEL_DEVELOPMENT = "custom_model_development"
-VIEW = "sparsebp"  # a link with this key shows the columns below; MLflow stores such views as experiment tags
-COLUMNS = (
-    "attributes.`Dataset`",
-    "tags.`sparsebp.policies`",
-    "metrics.`eval/loss`",
-    "metrics.`time/step_seconds`",
-    "metrics.`memory/step_peak_bytes`",
-    "metrics.`speed/realised_share`",
-    "params.`training.seed`",
-)
 LONGEST_LINE = 300
 
 
@@ -149,21 +138,8 @@ def sqlite_lock(uri: str) -> Iterator[None]:
         yield
 
 
-def experiment_tags() -> dict[str, str]:
-    """Return an experiment's tags: its kind, and the view of its runs. MLflow's page fails if a view lacks a key."""
-    axis = {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""}
-    view = {"orderByKey": "attributes.start_time", "orderByAsc": False, "searchFilter": "", "startTime": "ALL"}
-    view |= {"lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": []}
-    view |= {"selectedColumns": COLUMNS, "columnOrder": [], "columnWidths": {}, "runsExpanded": {}, "runsPinned": []}
-    view |= {"runsHidden": [], "runsVisibilityMap": {}, "runsHiddenMode": "FIRST_10_RUNS", "viewMaximized": False}
-    view |= {"runListHidden": False, "isAccordionReordered": False, "useGroupedValuesInCharts": True}
-    view |= {"hideEmptyCharts": True, "groupBy": None, "groupsExpanded": {}, "autoRefreshEnabled": True}
-    view |= {"globalLineChartConfig": axis}
-    return {KIND: MODEL_DEVELOPMENT, f"mlflow.sharedViewState.{VIEW}": json.dumps(view)}
-
-
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """Return an experiment's id, and set its missing tags. Create the experiment if it does not exist. Raise
+    """Return an experiment's id, and set its kind if it has none. Create the experiment if it does not exist. Raise
     ``TrackingError`` if it was deleted there, ``MlflowException`` if refused."""
     from mlflow.exceptions import MlflowException
 
@@ -171,13 +147,12 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         if found.lifecycle_stage == "deleted":  # its name stays taken until `mlflow gc`
             restore = restore_command(uri, "experiments", f"--experiment-id {found.experiment_id}")
             raise TrackingError(f"the experiment {name!r} was deleted there; `{restore}` brings it back")
-        for key, value in experiment_tags().items():
-            if key not in found.tags:
-                client.set_experiment_tag(found.experiment_id, key, value)
+        if KIND not in found.tags:
+            client.set_experiment_tag(found.experiment_id, KIND, MODEL_DEVELOPMENT)
         return str(found.experiment_id)
     root = None if is_server(uri) else artifact_root(uri).as_uri()
     try:
-        return str(client.create_experiment(name, artifact_location=root, tags=experiment_tags()))
+        return str(client.create_experiment(name, artifact_location=root, tags={KIND: MODEL_DEVELOPMENT}))
     except MlflowException:
         if found := client.get_experiment_by_name(name):  # another process created it in the meantime
             return str(found.experiment_id)

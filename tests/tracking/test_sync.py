@@ -313,7 +313,6 @@ def test_a_run_in_the_store_has_its_data_and_the_view_its_columns(store: Path, m
     client = MlflowClient(f"sqlite:///{store}")
     experiment = client.get_experiment(found.info.experiment_id)
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
-    assert "metrics.`eval/loss`" in json.loads(experiment.tags["mlflow.sharedViewState.sparsebp"])["selectedColumns"]
 
 
 def test_an_experiment_that_has_a_kind_keeps_it(store: Path, make_run: MakeRun) -> None:
@@ -322,7 +321,6 @@ def test_an_experiment_that_has_a_kind_keeps_it(store: Path, make_run: MakeRun) 
     sync(make_run(2))
     tags = client.get_experiment(only_run(store).info.experiment_id).tags
     assert tags["mlflow.experimentKind"] == "finetuning"
-    assert "mlflow.sharedViewState.sparsebp" in tags
 
 
 def test_a_very_long_value_is_cut_to_what_mlflow_takes(store: Path, make_run: MakeRun) -> None:
