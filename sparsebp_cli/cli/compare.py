@@ -59,7 +59,6 @@ STUDY = "Compare the reported runs of this study. With --all or --html, also sho
 FROM = "Read runs from here: a folder of runs, or an archive."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
 BETTER = "Which values of --metric are better. Needed only if its runs do not declare it."
-REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
 FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
 REST = "more: --all (every table), --html FILE (a page), `show RUN` (one run)"
 SHOW, GATE, FILE = "What is shown", "For CI", "Files"
@@ -92,7 +91,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     margin: Annotated[
         str | None, typer.Option(metavar="METRIC=VALUE", help=MARGIN, autocompletion=complete_metric)
     ] = None,
-    reach: Annotated[float | None, typer.Option(metavar="VALUE", help=REACH)] = None,
     output: Annotated[
         ComparisonFormat, typer.Option("-o", "--output", help="Format of the comparison.", rich_help_panel=SHOW)
     ] = ComparisonFormat.TABLE,
@@ -122,7 +120,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
 
     view = _view(curves, x)
     question = replace(
-        _question(metric, baseline, margin, reach, curves, whole=html is not None),
+        _question(metric, baseline, margin, curves, whole=html is not None),
         better=better.value if better else "",
     )
     found: Any = None
@@ -228,7 +226,6 @@ def _question(
     metric: str | None,
     baseline: str | None,
     margin: str | None,
-    reach: float | None,
     curves: str | None,
     *,
     whole: bool,
@@ -239,7 +236,7 @@ def _question(
     if named and metric and named != metric:
         raise UsageError(f"--margin names {named}, but --metric is {metric}: give both the same metric")
     wanted = ([curves] if curves else []) + (list(REPORT_CURVES) if whole else [])
-    return Question(baseline, metric or named, allowed, reach, tuple(wanted))
+    return Question(baseline, metric or named, allowed, tuple(wanted))
 
 
 def _view(curves: str | None, x: Axis) -> View | None:

@@ -31,7 +31,7 @@ from sparsebp_cli.compare.figure import (
 from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.loaded import POLICY_KEY, LoadedRun, Point
 from sparsebp_cli.compare.margin import NotWorse, decide_all, withhold
-from sparsebp_cli.compare.measured import Quality, Reach
+from sparsebp_cli.compare.measured import Quality
 from sparsebp_cli.compare.question import (
     Members,
     Question,
@@ -44,7 +44,6 @@ from sparsebp_cli.compare.question import (
     find_dense,
     label_groups,
 )
-from sparsebp_cli.compare.reach import Goal, find_common_steps, measure_reach
 from sparsebp_cli.compare.statistics import Difference, add_choice, paired_difference, spread, withhold_statement
 from sparsebp_cli.compare.validity import withhold_times
 from sparsebp_cli.compare.verdict import Doubts, give_verdict, state_baseline
@@ -115,7 +114,6 @@ class _Builder:
             unit=self.known.unit if self.known is not None else "",
             better=self.way,
             margin=self.question.margin,
-            target=self.question.target,
             baseline=self.first,
             groups=tuple(groups),
             runs=tuple(self._describe(run, group) for group in groups for run in self.members[group.group]),
@@ -244,27 +242,14 @@ class _Builder:
             if have_other_examples(some, there)
         ]
 
-    def _reach(self, group: str, target: float | None) -> Reach | None:
-        if target is None:
-            return None
-        steps = find_common_steps([run for some in self.counted.values() for run in some], self.metric)
-        goal = Goal(self.metric, target, self.way == "higher", steps)
-        lost = [
-            sum(not run.repeats and run.state.over for run in self.members[g]) - len(self.counted[g])
-            for g in (group, self.first)
-        ]
-        there = self.counted[self.first] if group != self.first else []
-        return measure_reach(goal, self.counted[group], there, lost[0], lost[1] if group != self.first else 0)
-
     def _measure(self, group: str) -> Group:
         runs, here, newest = self.members[group], self.counted[group], self.members[group][-1]
-        there, target = self.counted[self.first] if group != self.first else [], self.question.target
+        there = self.counted[self.first] if group != self.first else []
         quality = Quality(
             final=spread([value for run in here if (value := self.values[run.run_id]) is not None]),
             difference=self._difference(group, self.first) if group != self.first else None,
             unequal=find_unequal(here, there, self.course),
             examples=compare_examples(here, there, self.metric, self.way),
-            reach=self._reach(group, target),
         )
         return Group(
             group=group,
@@ -290,8 +275,8 @@ class _Builder:
         for group in groups:
             base = None if group.baseline else measured
             same = not find_hardware(self.counted[group.group], self.counted[self.first])
-            speed, quality = withhold_times(group.speed, group.quality, base, same_hardware=same)
-            found.append(replace(group, speed=speed, quality=quality))
+            speed = withhold_times(group.speed, group.quality, base, same_hardware=same)
+            found.append(replace(group, speed=speed))
         return found
 
     def _correct(self, groups: Sequence[Group]) -> list[Group]:

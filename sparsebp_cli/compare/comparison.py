@@ -218,7 +218,6 @@ class Comparison:
         better: ``lower``, ``higher``, or empty if neither.
         margin: Amount, in the metric's unit, by which a worse result still counts as not worse; None for no such
             statement.
-        target: Value whose first reaching is measured; None if there is none.
         baseline: Content hash of the baseline group.
         groups: The baseline first, the others in the order of their first runs.
         runs: Every given run.
@@ -234,7 +233,6 @@ class Comparison:
     unit: str
     better: Literal["lower", "higher", ""]
     margin: float | None
-    target: float | None
     baseline: str
     groups: tuple[Group, ...]
     runs: tuple[ComparedRun, ...]

@@ -35,32 +35,6 @@ class ExampleDifference:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """How soon a target was reached, by the first evaluation at or past it, at steps at which all runs evaluated.
-
-    Args:
-        reached: Number of runs that reached it.
-        of: Number of runs that count, failed or diverged.
-        steps: Optimizer steps until then; None if a run did not reach it.
-        seconds: Seconds of training until then; None if a run did not reach it.
-        ratio: Seconds over the baseline's, paired by seed; None for the baseline, if a run of either did not reach it,
-            or if step times are withheld, as ``seconds`` is then.
-        at_least_steps: Lower bound on the mean steps if some runs did not reach it; these count with all their steps.
-        at_least_seconds: Lower bound on the mean seconds of training, as ``at_least_steps``.
-        censored: Whether a run of the group or of the baseline did not reach it.
-    """
-
-    reached: int
-    of: int
-    steps: Spread | None = None
-    seconds: Spread | None = None
-    ratio: Difference | None = None
-    at_least_steps: float | None = None
-    at_least_seconds: float | None = None
-    censored: bool = False
-
-
-@dataclass(frozen=True)
 class AtEqual:
     """Two groups after as much work or time as the shorter of the two had, independent of any third group.
 
@@ -113,7 +87,6 @@ class Quality:
         at_equal: Quality at equal cost or time, one entry for each group with which this one is compared.
         unequal: The difference in training from the baseline; None if there is none.
         examples: Example by example, one entry for each shared seed whose runs kept the losses.
-        reach: Steps and seconds until the target was reached; None without a target.
     """
 
     final: Spread | None = None
@@ -122,7 +95,6 @@ class Quality:
     at_equal: tuple[AtEqual, ...] = ()
     unequal: Unequal | None = None
     examples: tuple[ExampleDifference, ...] = ()
-    reach: Reach | None = None
 
 
 @dataclass(frozen=True)

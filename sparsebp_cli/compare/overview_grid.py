@@ -177,14 +177,13 @@ def _show_value(value: object) -> str:
 
 
 def quality_grids(comparison: Comparison, *, everything: bool) -> list[Grid]:
-    """Return the tables about quality: quality, margin, examples, equal cost, time to a target, controls. Some may have
+    """Return the tables about quality: quality, margin, examples, equal cost, controls. Some may have
     no rows. ``everything`` adds the examples of groups that have enough seeds."""
     return [
         _quality(comparison),
         _margin(comparison),
         _examples(comparison, everything),
         _at_equal(comparison),
-        _reach(comparison),
         _controls(comparison),
     ]
 
@@ -309,32 +308,6 @@ def _examples(comparison: Comparison, everything: bool) -> Grid:
         "(Holm). Neither says anything about other seeds."
     )
     return Grid("Example by example", columns, rows, note, aside=2)
-
-
-def _reach(comparison: Comparison) -> Grid:
-    rows = []
-    for group in comparison.groups:
-        if (reach := group.quality.reach) is None:
-            continue
-        if reach.steps and reach.seconds:
-            cells = show.of_plain(reach.steps.mean), show.scaled(reach.seconds.mean, SECONDS)
-        elif reach.at_least_steps is None:
-            cells = show.NONE, show.NONE
-        else:
-            cells = (
-                f"over {show.of_plain(reach.at_least_steps)}",
-                f"over {show.scaled(reach.at_least_seconds, SECONDS)}",
-            )
-        ratio = "not compared" if reach.censored else show.of_change(reach.ratio)
-        rows.append((group.label, f"{reach.reached} of {reach.of}", *cells, "" if group.baseline else ratio))
-    columns = ("group", "runs that reached it", "steps", "training time", "time to baseline")
-    note = (
-        "Means over runs of the first evaluation that reached the value, at steps at which all runs evaluated. Over: "
-        "some runs never reached it and count with their whole training, so the true mean is larger. Times are "
-        "compared only if every run of both groups reached it."
-    )
-    title = "" if comparison.target is None else f"Time to {comparison.metric} {comparison.target:g}"
-    return Grid(title, columns, tuple(rows), note)
 
 
 def _controls(comparison: Comparison) -> Grid:

@@ -41,7 +41,6 @@ class Question:
     metric: str | None = None
     # in the metric's unit, by how much a worse result still counts as not worse; None: no such statement
     margin: float | None = None
-    target: float | None = None  # a value of the metric whose first reaching is measured; None: none
     curves: tuple[str, ...] = ()  # additional metrics whose curves are needed
     better: Way = ""  # the better direction of the metric; empty: as the metric declares it
     # for a study: run name to the standard error of its tuned values, in the metric's unit, by metric
@@ -113,7 +112,7 @@ def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
     test = held_out.replace("eval/", "test/", 1)
     finished = [run for run in runs if run.finished]
     is_tested = bool(finished) and all(test in run.history.metrics for run in finished)
-    return test if is_tested and question.target is None else held_out  # a target needs several evaluations
+    return test if is_tested else held_out
 
 
 def choose_way(question: Question, metric: str, known: Metric | None = None) -> Way:
@@ -123,12 +122,8 @@ def choose_way(question: Question, metric: str, known: Metric | None = None) -> 
     if ours and question.better and question.better != ours:
         raise UsageError(f"--better: {metric} is better when {ours}, got {question.better!r}")
     way = question.better or ours
-    needy = {
-        "--margin": question.margin is not None,
-        "--reach": question.target is not None,
-    }
-    for option in (option for option, is_set in needy.items() if is_set and not way):
-        raise UsageError(f"{option}: cannot tell from {metric!r} if higher is better: add --better lower or higher")
+    if question.margin is not None and not way:
+        raise UsageError(f"--margin: cannot tell from {metric!r} if higher is better: add --better lower or higher")
     return way
 
 

@@ -10,10 +10,8 @@ from dataclasses import replace
 from sparsebp_cli.compare.measured import Busy, Quality, Speed
 
 
-def withhold_times(
-    speed: Speed, quality: Quality, baseline: Speed | None, *, same_hardware: bool
-) -> tuple[Speed, Quality]:
-    """Return a group's speed and quality without unreliable times. If its own machine was busy, withhold all times of
+def withhold_times(speed: Speed, quality: Quality, baseline: Speed | None, *, same_hardware: bool) -> Speed:
+    """Return a group's speed without unreliable times. If its own machine was busy, withhold all times of
     whole steps. If the baseline's was, or two runs drifted apart by more than the policy can save, withhold times
     compared with the baseline. ``baseline`` is the baseline's measured speed; None for the baseline itself. On other
     hardware than the baseline's, a drift cannot be detected."""
@@ -27,14 +25,12 @@ def withhold_times(
             "and backward: the machine's speed changed between the runs"
         )
     else:
-        return speed, quality
-    if quality.reach is not None:
-        quality = replace(quality, reach=replace(quality.reach, seconds=None, ratio=None, at_least_seconds=None))
+        return speed
     speed = replace(speed, withheld=why, step_ratio=None, backward_ratio=None)
     if found and speed.busy is None:
-        return speed, quality  # its own times are from a quiet machine
+        return speed  # its own times are from a quiet machine
     speed = replace(speed, step=None, forward=None, backward=None, optimizer=None)
-    return replace(speed, tokens_per_second=None, training_seconds=None), quality
+    return replace(speed, tokens_per_second=None, training_seconds=None)
 
 
 def _find_drift(speed: Speed, quality: Quality, baseline: Speed) -> float | None:

@@ -172,26 +172,6 @@ def test_seeds_that_are_in_no_pair_are_named(make_run: MakeRun) -> None:
     assert (difference.n, difference.dropped) == (3, (3, 4))
 
 
-# Targets
-
-
-def test_time_to_a_target_is_that_of_the_first_evaluation_past_it(make_run: MakeRun) -> None:
-    runs = [make_run("dense", seed, loss=3.0, seconds=0.2) for seed in range(3)]  # 4.0 at step 10, 3.0 at step 20
-    runs += [make_run("topk", seed, loss=2.9, seconds=0.1, **TOPK, claimed=0.1) for seed in range(3)]
-    runs += [make_run("bad", seed, loss=5.0, **RANDOM) for seed in range(3)]
-    found = compare_runs(runs, Question(target=3.95))
-    dense, topk, bad = (group.quality.reach for group in found.groups)
-    assert dense is not None
-    assert topk is not None
-    assert bad is not None
-    assert dense.steps is not None
-    assert topk.steps is not None
-    assert (dense.reached, dense.steps.mean, topk.steps.mean) == (3, 20.0, 10.0)
-    assert topk.ratio is not None
-    assert topk.ratio.mean == pytest.approx(0.25, rel=0.02)
-    assert (bad.reached, bad.of, bad.steps, bad.ratio) == (0, 3, None, None)
-
-
 def test_steps_of_warm_up_count_as_long_as_the_others(make_run: MakeRun) -> None:
     seconds = compare_runs([make_run(seconds=0.2)]).groups[0].speed.training_seconds
     assert seconds is not None
