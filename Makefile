@@ -104,7 +104,7 @@ docs: .venv/develop  ## build the documentation; warnings and stale generated pa
 site: .venv/develop  ## the documentation of every version tag and of main, in docs/_build/site
 	$(BIN)/python docs/site.py docs/_build/site
 
-screenshots: .venv/develop  ## the pictures of terminal and report in docs/picture; chromium has to be installed
+screenshots: .venv/develop  ## the picture of the report in docs/picture; chromium has to be installed
 	$(BIN)/python docs/screenshots.py
 
 bench: .venv/develop  ## time every form of topk on this machine, which should have nothing else to do
