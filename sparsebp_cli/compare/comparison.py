@@ -13,7 +13,7 @@ from typing import Literal
 from sparsebp_cli.compare.family import Family
 from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Cost, Layers, Quality, Speed
-from sparsebp_cli.compare.statement import Statement, Subject, find_statement
+from sparsebp_cli.compare.statement import Statement, Subject
 from sparsebp_cli.compare.statistics import Difference
 
 
@@ -115,7 +115,7 @@ class Group:
 
     def find(self, subject: Subject) -> Statement | None:
         """Return the first statement on a subject; None if there is none."""
-        return find_statement(self.statements, subject)
+        return next((statement for statement in self.statements if statement.subject == subject), None)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
         limit=saving.limit,
         reached=saving.reached,
         reached_low=saving.reached_low,
-        update_share=_update_share(runs),
         cost=compare_cost(runs, baseline or runs),
         flops=None if counted is None else fmean(sum_flops(run) or 0.0 for run in runs),
         step_cost=None if cost is None else cost.dense_steps,
@@ -79,16 +78,6 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         relative_error=_median(runs, metric.RELATIVE_ERROR),
         noise_ratio=_median(runs, metric.NOISE_RATIO),
     )
-
-
-def _update_share(runs: Sequence[LoadedRun]) -> float | None:
-    """Return the median time of updates over that of forward and backward in the same runs: equal machine load."""
-    update, forward, backward = (
-        _times(runs, which) for which in (metric.OPTIMIZER_SECONDS, metric.FORWARD_SECONDS, metric.BACKWARD_SECONDS)
-    )
-    if update is None or forward is None or backward is None:
-        return None
-    return update.median / (forward.median + backward.median)
 
 
 def by_seed(runs: Iterable[LoadedRun], of: Callable[[LoadedRun], float | None]) -> dict[int, float]:

@@ -137,7 +137,6 @@ class Speed:
         limit: The largest speed-up of forward and backward over all steps, according to what the policy declares.
         reached: Fraction of the time saving at the limit that was reached, by the time per FLOP in the probes.
         reached_low: The same by the slower quartile of the probes.
-        update_share: The update's time over that of forward and backward in the same runs.
         cost: FLOPs of all steps of a run, updates included, as a multiple of the baseline's, paired by seed; 1 for the
             baseline. For older runs the ratio of step costs in probes, without an interval. None if unknown.
         flops: Mean FLOPs of all steps of a run; None for older runs.
@@ -163,7 +162,6 @@ class Speed:
     limit: float | None = None
     reached: float | None = None
     reached_low: float | None = None
-    update_share: float | None = None
     cost: Difference | None = None
     flops: float | None = None
     step_cost: float | None = None

@@ -7,7 +7,6 @@ only their reason is. So no output can print them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,11 +115,6 @@ class Statement:
         """Return whether it shows a gain, bold in tables. ``good`` is the better direction of its numbers, ``lower`` or
         ``higher``; empty if unknown."""
         return bool(good) and self.outcome in {"better", good}
-
-
-def find_statement(statements: Iterable[Statement], subject: Subject) -> Statement | None:
-    """Return the first statement on a subject; None if there is none."""
-    return next((statement for statement in statements if statement.subject == subject), None)
 
 
 def is_shown(number: Number, zero: float = 0.0) -> bool:
