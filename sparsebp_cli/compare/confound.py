@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -176,15 +176,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     if dirty := [run.run_id for run in counted if run.dirty]:
         lines.append(f"uncommitted changes in the checkout were present in {len(dirty)} of {len(counted)} runs")
     lines += [f"{group.label}: no run has {quality} after its last step" for group in groups if _blind(group)]
-    lines += _compilation_warning(groups, counted)
     return (*lines, *_notes(counted, groups))
-
-
-def _compilation_warning(groups: Sequence[Group], runs: Sequence[LoadedRun]) -> Iterator[str]:
-    compiled = {run.group for run in runs if _is_compiled(run) == "yes"}
-    if compiled and any(_is_compiled(run) == "no" for run in runs):
-        which = ", ".join(group.label for group in groups if group.group in compiled)
-        yield f"{which} ran compiled (training.compile) and others did not, which also changes step times"
 
 
 def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
