@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from sparsebp_cli.cli import verb_help
+from sparsebp_cli.policy import shelf
 from sparsebp_cli.run.metric import METRICS
+from sparsebp_cli.run.stored_recipe import GONE, GONE_OPTIONS
 from tests.docs.block import FILES, LINK, ROOT
 from tests.docs.conftest import PLUGIN
 
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-BY_HAND = ("api", "glossary", "stability", "verdicts", "definitions", "faults", "safety")
+BY_HAND = ("api", "glossary", "stability", "verdicts", "definitions", "faults", "safety", "upgrade")
 WRITTEN = [ROOT / "docs" / "reference" / f"{name}.md" for name in BY_HAND]
 HOSTS = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("huggingface", "co"))]
 PATHS = [f"/{name}/" for name in ("work", "opt", "root")]
@@ -119,6 +122,14 @@ def test_the_glossary_is_sorted_and_defines_each_word_once() -> None:
     words = re.findall(r"^\| ([a-z][\w -]*) \|", WRITTEN[1].read_text(encoding="utf-8"), re.MULTILINE)[1:]
     assert words == sorted(set(words))
     assert len(words) > 30
+
+
+def test_the_page_on_upgrading_names_what_is_gone_or_moved() -> None:
+    names = {*verb_help.REMOVED, *verb_help.HOMES, *shelf.REMOVED, *shelf.REMOVED_OPTIMIZERS, *shelf.OPTIMIZERS}
+    names |= {path.rpartition(".")[2] for path in GONE} | {key for keys in GONE_OPTIONS.values() for key in keys}
+    text = (ROOT / "docs" / "reference" / "upgrade.md").read_text(encoding="utf-8")
+    told = {word for part in re.findall(r"`([^`]+)`", text) for word in re.findall(r"[\w-]+", part)}
+    assert sorted(names - told) == []
 
 
 def test_no_file_names_this_machine_or_a_package_registry() -> None:
