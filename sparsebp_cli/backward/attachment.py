@@ -195,7 +195,7 @@ def _make_extensions(policies: Sequence[Policy], model: nn.Module, given: Given)
             continue
         if not isinstance(extension, EngineExtension):
             base = f"{EngineExtension.__module__.rpartition('.core')[0]}.EngineExtension"
-            raise PolicyError(f"{name} of {type(policy).__name__} must make a {base}, got {type(extension).__name__}")
+            raise PolicyError(f"{type(policy).__name__}: {name} must return a {base}, got {type(extension).__name__}")
         found.append(extension)
     return found
 

@@ -255,8 +255,13 @@ def test_options_of_groups_stay_those_of_the_users_optimizer() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "error", "text"),
     [
-        (torch.optim.LBFGS, {}, UnsupportedError, "LBFGS: its step needs a closure"),
-        (lambda p: ByTheSumOfAll(p, lr=0.1), {}, UnsupportedError, "ByTheSumOfAll: its update of a parameter depends"),
+        (torch.optim.LBFGS, {}, UnsupportedError, r"LBFGS, whose step\(\) needs a closure"),
+        (
+            lambda p: ByTheSumOfAll(p, lr=0.1),
+            {},
+            UnsupportedError,
+            "ByTheSumOfAll, whose update of a parameter depends",
+        ),
         (None, {}, UsageError, "update='eager' needs the argument optimizer="),
         (
             torch.optim.SGD,

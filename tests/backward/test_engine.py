@@ -77,8 +77,12 @@ class OwnLinear(nn.Linear):
         ({"policies": ["topk"]}, PolicyError, "policy 'topk': keep: missing"),
         ({"exclude": ["3"]}, UsageError, "exclude: '3' matches no linear"),
         ({"exclude": ["lm_haed"], "model": "llama"}, UsageError, r"'lm_haed' matches no .*did you mean lm_head\?"),
-        ({"model": nn.Tanh()}, UsageError, "Tanh has no linear layer to attach to"),
-        ({"model": nn.Sequential(OwnLinear(2, 2))}, UsageError, "no linear layer to attach to; not covered: 0"),
+        ({"model": nn.Tanh()}, UsageError, "Tanh has no linear layer that a policy can use"),
+        (
+            {"model": nn.Sequential(OwnLinear(2, 2))},
+            UsageError,
+            "no linear layer that a policy can use; not covered: 0",
+        ),
         ({"optimizer": "adamw"}, UnsupportedError, "optimizer must be a torch.optim.Optimizer, got str"),
     ],
 )
@@ -257,7 +261,7 @@ def test_the_state_goes_on_and_nonsense_is_refused() -> None:
         engine.backward(_loss(model))
         good = {"index": 1, "micro_batch": 0}
         for wrong in ({}, {"index": 1}, good | {"index": -1}, good | {"index": 1.0}, good | {"cut": {"0": 1}}):
-            with pytest.raises(UsageError, match="the loaded state is not a state of an engine"):
+            with pytest.raises(UsageError, match="the loaded state is not a state_dict"):
                 engine.load_state_dict(wrong)
     assert SEEN[0][1] == Step(7, 1)
 
@@ -304,7 +308,7 @@ def test_a_linear_may_be_called_by_the_name_of_its_argument(name: str) -> None:
 def test_vmap_over_a_linear_is_refused_by_our_own_error() -> None:
     model, x = _network(), torch.ones(2, 5, 4)
     with sbp.attach(model, [ROWS]) as engine:
-        with pytest.raises(UnsupportedError, match=r"torch.func \(vmap, grad, jacrev\) over '0' of an attached model"):
+        with pytest.raises(UnsupportedError, match=r"torch.func \(vmap, grad, jacrev\) on '0' of an attached model"):
             torch.func.vmap(model)(x)
         with torch.no_grad():
             assert torch.func.vmap(model)(x).shape == (2, 5, 3)

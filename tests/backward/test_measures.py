@@ -140,7 +140,7 @@ def test_fidelity_is_cosine_and_relative_error_over_all_parameters() -> None:
     assert (same.cosine, same.relative_error) == (1.0, 0.0)
     nothing = compare_gradients(ours, [None, None, None])
     assert (nothing.cosine, nothing.relative_error) == (None, None)
-    with pytest.raises(ValueError, match="3 gradients against 1"):
+    with pytest.raises(ValueError, match="equally many gradients, got 3 and 1"):
         compare_gradients(ours, [None])
 
 

@@ -242,7 +242,7 @@ def test_linears_that_compute_in_their_own_way_stay_dense_and_are_named(name: st
 
 
 def test_a_policy_that_is_asked_at_linears_needs_one() -> None:
-    with pytest.raises(UsageError, match="Convolved has no linear layer to attach to"):
+    with pytest.raises(UsageError, match="Convolved has no linear layer that a policy can use"):
         sbp.attach(Convolved(), [sbp.make_policy("topk", keep=0.5, along="rows")])
 
 
@@ -266,7 +266,7 @@ def test_a_model_without_a_linear_is_not_updated_by_two_engines() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         sbp.attach(model, [], optimizer=optimizer, update="eager"),
-        pytest.raises(UnsupportedError, match=r"another engine updates 0.0.weight: call its detach\(\) first"),
+        pytest.raises(UnsupportedError, match=r"another engine updates 0.0.weight: detach that engine first"),
     ):
         sbp.attach(model.layers, [], optimizer=optimizer, update="eager")
     sbp.attach(model, [], optimizer=optimizer, update="eager").detach()

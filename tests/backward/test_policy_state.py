@@ -226,9 +226,9 @@ def test_a_state_of_another_policy_is_refused() -> None:
     _, _, engine = make(Momentum())
     state = engine.state_dict()
     state["policy_state"] = {"0/steps": 1}
-    with pytest.raises(UsageError, match="the state is not of Momentum"):
+    with pytest.raises(UsageError, match="the loaded state does not fit Momentum"):
         engine.load_state_dict(state)
-    with pytest.raises(UsageError, match="the loaded state is not a state of an engine"):
+    with pytest.raises(UsageError, match="the loaded state is not a state_dict"):
         make("dense")[2].load_state_dict(engine.state_dict())
 
 
@@ -306,7 +306,7 @@ def test_an_older_state_is_read_unless_it_was_saved_within_a_step() -> None:
     states = PolicyStates([(policy := Momentum(), [Site("0", 6, ()), Site("2", 4, ())])])
     states.load_state_dict({"policy_state": kept})
     assert states.of(policy)["steps"] == 3
-    with pytest.raises(UsageError, match="saved between two micro-batches of a step, by an earlier version"):
+    with pytest.raises(UsageError, match="saved between two micro-batches of a step by an older version"):
         states.load_state_dict({"policy_state": kept | {"observed/column_norm/0": torch.ones(6)}})
 
 
@@ -366,5 +366,8 @@ def test_a_measure_that_no_checkpoint_could_hold_is_refused(found: Any) -> None:
             return found
 
     model, optimizer, engine = make(Wrong())
-    with pytest.raises(UsageError, match=r"Wrong: measure must return Measure\(tensor\) by names without '/', got"):
+    with pytest.raises(
+        UsageError,
+        match=r"Wrong: measure must return a dict of Measure\(tensor\) whose keys are names without '/', got",
+    ):
         step_once(model, optimizer, engine, 0)

@@ -68,7 +68,7 @@ def _choose_attention(model: Any) -> None:
         ({"name": "lossless"}, _replace_loss, "'loss_function' was replaced"),
         ({"name": "tokens", "score": "random", "keep": 0.5, "mode": "exact"}, _replace_loss, "'loss_function' was"),
         ({"name": "tokens", "score": "random", "keep": 0.5, "mode": "detach"}, _replace_loss, "'loss_function' was"),
-        ({"name": "lossless"}, _choose_attention, "the attention implementation was set"),
+        ({"name": "lossless"}, _choose_attention, "the attention implementation was changed"),
     ],
 )
 def test_another_loss_or_attention_is_named_after_a_step_and_taken_by_a_new_engine(

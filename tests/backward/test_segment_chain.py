@@ -216,7 +216,7 @@ def test_an_input_is_let_go_when_its_segment_is_done() -> None:
 
 
 MISUSES: list[tuple[Callable[[], Any], type[SparseBPError], str]] = [
-    (lambda: sbp.segmented_backward([], _batch(), _loss), UsageError, "at least one module, .* got 0"),
+    (lambda: sbp.segmented_backward([], _batch(), _loss), UsageError, "at least one segment, .* got 0"),
     (
         lambda: sbp.segmented_backward(_network(), _batch(), _loss, num_segments=8),
         UsageError,

@@ -260,7 +260,7 @@ def test_a_segment_may_fill_a_list_and_hand_it_on_but_not_an_object() -> None:
 def test_layers_that_are_skipped_at_random_are_refused_before_anything_starts() -> None:
     model = Stack(lambda: nn.Linear(4, 4))
     model.layerdrop = 0.1
-    with pytest.raises(UnsupportedError, match=r"Stack skips layers at random \(layerdrop=0.1\): set it to 0"):
+    with pytest.raises(UnsupportedError, match=r"Stack skips layers at random \(layerdrop=0.1\): set layerdrop to 0"):
         sbp.attach(model, [], segments=2)
     model.layerdrop = 0.0
     sbp.attach(model, [], segments=2).detach()

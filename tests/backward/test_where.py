@@ -96,9 +96,9 @@ def test_one_selector_at_all_sites_is_two_at_halves_of_them() -> None:
         (
             [First(where=["*.up"]), Last(layers=[1])],
             UsageError,
-            "First and Last both act at 'layers.1.up': separate them by where or layers",
+            "First and Last both act at 'layers.1.up': separate them by the options where or layers",
         ),
-        ([First(where=["*.upp"])], UsageError, r"where: '\*.upp' matches no site$"),
+        ([First(where=["*.upp"])], UsageError, r"where: '\*.upp' matches no layer or node$"),
     ],
 )
 def test_sites_of_two_selectors_or_of_none_are_refused(policies: Any, kind: type[Exception], text: str) -> None:

@@ -63,7 +63,7 @@ WAYS = (
 )
 
 _REENTRANT = (
-    "parameters that are frozen by a policy and reentrant checkpointing (at 'model'), which runs the backward of every "
+    "a policy cannot freeze parameters under reentrant checkpointing (at 'model'), which runs the backward of every "
     "layer: enable checkpointing with use_reentrant=False"
 )
 _DROPPED = (
@@ -79,7 +79,7 @@ _PARTS = (
     "use_reentrant=False"
 )
 _CHECKPOINTED = (
-    "segments and activation checkpointing (at 'model') in one model are not supported: switch checkpointing off, "
+    "segments do not support activation checkpointing (at 'model') in the same model: switch checkpointing off, "
     "since segments also recompute layers"
 )
 

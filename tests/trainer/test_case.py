@@ -205,7 +205,7 @@ def test_evaluation_in_the_middle_is_that_of_the_script_as_it_was(tmp_path: Path
 def test_a_column_that_is_not_in_the_batch_is_named(tmp_path: Path) -> None:
     text = case.changed(case.BEFORE, case.TWO_LINES).replace('"mask_column": "loss_mask"', '"mask_column": "los_mask"')
     trainer = case.load(text).make_trainer(tmp_path, **(SIZE | QUIET))
-    with pytest.raises(UsageError, match="reads the column 'los_mask', which the batch does not have"):
+    with pytest.raises(UsageError, match="reads the column 'los_mask', but the batch has only"):
         trainer.train()
     assert is_free(trainer)
 

@@ -270,7 +270,7 @@ def test_a_gradient_that_may_be_read_stays_on(options: dict[str, bool], why: str
     assert result.switched_off == ()
     assert why in result.left_on
     assert model[0].weight.requires_grad
-    assert "packing needs a model of transformers, got Sequential" in result.headline
+    assert "lossless needs a transformers model, got Sequential" in result.headline
     application.stop()
 
 

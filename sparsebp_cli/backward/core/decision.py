@@ -201,7 +201,7 @@ class SiteDecisions:
             found = [policy for policy, scope in (*self._scopes, *others) if scope.contains(name, layer_of(name))]
             if len(found) > 1:
                 one, two = (type(policy).__name__ for policy in found[:2])
-                raise UsageError(f"{one} and {two} both act at {name!r}: separate them by where or layers")
+                raise UsageError(f"{one} and {two} both act at {name!r}: separate them by the options where or layers")
 
     def sites_of(self, selector: GradientSelector, sites: Iterable[Site]) -> list[Site]:
         """Return the sites among ``sites`` at which a selector decides."""

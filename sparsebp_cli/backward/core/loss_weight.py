@@ -112,10 +112,10 @@ class WeightedLoss:
         if shift_weights is None:
             assert self.weight_BT is not None
             if shift_labels is not None or self.weight_BT.shape != labels.shape:
-                got = "labels of rows" if shift_labels is not None else f"labels {tuple(labels.shape)}"
+                got = "shift_labels" if shift_labels is not None else f"labels of shape {tuple(labels.shape)}"
                 raise UnsupportedError(
-                    f"loss_weight {tuple(self.weight_BT.shape)} must have the shape of the labels, but the loss gets "
-                    f"{got}: loss_weight is not supported if a policy or script removes examples from the batch"
+                    f"loss_weight of shape {tuple(self.weight_BT.shape)} does not fit the loss, which gets {got}: "
+                    "loss_weight is not supported if a policy or the script removes examples from the batch"
                 )
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
             shift_weights = nn.functional.pad(self.weight_BT, (0, 1))[..., 1:]
@@ -158,8 +158,8 @@ def check_causal_loss(model: nn.Module) -> None:
     """Raise :class:`UsageError` if the loss of a model is no longer ``ForCausalLMLoss``."""
     if not has_causal_loss(model):
         raise UsageError(
-            "'loss_function' was replaced after the model was attached: call engine.detach(), set it, and attach the "
-            "model again"
+            "'loss_function' was replaced after the model was attached: call engine.detach(), set 'loss_function', "
+            "and attach the model again"
         )
 
 

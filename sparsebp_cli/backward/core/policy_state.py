@@ -215,7 +215,7 @@ class PolicyStates:
         for number, policy in self._policies.items():
             mine, theirs = _layout(self._states[number]), _layout(states[number])
             if mine != theirs:
-                raise UsageError(f"the state is not of {type(policy).__name__}: its state has {mine}, got {theirs}")
+                raise UsageError(f"the loaded state does not fit {type(policy).__name__}: needs {mine}, got {theirs}")
         if states.keys() != self._states.keys():
             raise UsageError(
                 f"the loaded state belongs to other policies: it has the policies {sorted(states)}, but the "
@@ -240,8 +240,8 @@ def _split(name: str) -> tuple[str, str, str]:
     number, measure, *place = name.split("/", 2)
     if not number.isdigit() or not place:
         raise UsageError(
-            "the state was saved between two micro-batches of a step, by an earlier version of SparseBP that measured "
-            f"{number!r}: continue from a state that was saved at the end of a step, or use that version"
+            "the state was saved between two micro-batches of a step by an older version of SparseBP, in a format "
+            f"({number!r}) that this version cannot load: load a state from the end of a step, or use that version"
         )
     return number, measure, place[0]
 
@@ -261,8 +261,8 @@ def _check_measures(policy: Policy, measures: Mapping[str, Measure]) -> None:
         good = isinstance(name, str) and name and "/" not in name
         if not good or not isinstance(measure, Measure) or not isinstance(measure.value, Tensor):
             raise UsageError(
-                f"{type(policy).__name__}: measure must return Measure(tensor) by names without '/', got "
-                f"{name!r}: {measure!r}"
+                f"{type(policy).__name__}: measure must return a dict of Measure(tensor) whose keys are names without "
+                f"'/', got {name!r}: {measure!r}"
             )
 
 

@@ -80,7 +80,8 @@ class Decoder:
             return "eager"
         name = names.pop() if len(names) == 1 else None
         if name not in SUPPORTED:
-            raise UnsupportedError(f"token selection needs attention {' or '.join(SUPPORTED)}, got {name!r}")
+            allowed = f"the attention implementation {' or '.join(SUPPORTED)}"
+            raise UnsupportedError(f"token selection needs {allowed}, got {name!r}")
         return name
 
 
@@ -95,9 +96,9 @@ def find_decoder(model: nn.Module) -> Decoder:
     config: Any = causal.config
     for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
         if getattr(config, option, False):
-            raise UnsupportedError(f"token selection needs a decoder-only model; {_name(causal)} has {option}")
+            raise UnsupportedError(f"token selection needs a decoder-only model, but {_name(causal)} sets {option}")
     if config.get_text_config() is not config:  # images may be attended to by earlier positions
-        raise UnsupportedError(f"token selection needs a text-only model; {_name(causal)} has {type(config).__name__}")
+        raise UnsupportedError(f"token selection needs a text-only model, not a {type(config).__name__}")
     refuse_routers(causal, "token selection")
     layouts, numbers = find_layouts(), LayerNumbers(causal)
     layers = []
@@ -113,7 +114,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         arguments = argument_names(module)
         layers.append(Layer(numbers.names[number], module, core, attention.fitted(arguments), arguments))
     if not layers:
-        raise UnsupportedError(f"{_name(causal)} has no list of layers")
+        raise UnsupportedError(f"token selection needs a model with a list of layers; {_name(causal)} has none")
     decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))
     # Raise now, before anything changes, rather than in the first forward.
     _ = decoder.implementation
@@ -127,7 +128,7 @@ def refuse_routers(model: nn.Module, what: str) -> None:
             if getattr(getattr(module, "config", None), option, None):
                 raise UnsupportedError(
                     f"{what} computes only some positions, but {_name(module)} has {option}, which needs all "
-                    "positions: set it to 0 or False"
+                    f"positions: set {option} to 0 or False"
                 )
 
 
@@ -136,8 +137,8 @@ def refuse_prompt(model: nn.Module, name: str, mode: str) -> None:
     for module in model.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
-                f"{name} in mode {mode} computes no gradient for the trained prompt of {_name(module)}, because "
-                "the prompt has no labels: set mode: exact"
+                f"{name} in mode {mode} computes no gradient for the soft prompt (prompt tuning) of {_name(module)}, "
+                "because the prompt's positions have no labels: set 'mode: exact'"
             )
 
 

@@ -352,8 +352,8 @@ def find_layouts(classes: Collection[str] | None = None) -> dict[str, tuple[Bran
         try:
             layout = tuple(entry.load())
         except Exception as error:
-            raise UnsupportedError(f"the layout {entry.name!r} is broken: {type(error).__name__}: {error}") from None
+            raise UnsupportedError(f"entry point {entry.name!r} is broken: {type(error).__name__}: {error}") from None
         if not layout or not all(isinstance(branch, BranchLayout) for branch in layout):
-            raise UnsupportedError(f"the layout {entry.name!r} is not a tuple of BranchLayout, got {layout!r}")
+            raise UnsupportedError(f"entry point {entry.name!r} must be a tuple of BranchLayout, got {layout!r}")
         layouts[entry.name] = layout
     return layouts

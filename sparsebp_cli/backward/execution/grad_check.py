@@ -16,7 +16,7 @@ def check_gradient(grad: object) -> None:
         raise UsageError(f"a gradient must be a tensor, got {type(grad).__name__}")
     check_dtype(grad.dtype)
     if grad.layout not in (torch.strided, torch.sparse_coo):
-        raise UsageError(f"a gradient must be dense or torch.sparse_coo, got {grad.layout}")
+        raise UsageError(f"a gradient must have the layout torch.strided or torch.sparse_coo, got {grad.layout}")
 
 
 def check_dtype(dtype: object) -> None:
@@ -24,7 +24,7 @@ def check_dtype(dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"dtype must be a torch.dtype, got {dtype!r}")
     if not (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"a gradient must be of floating point, got {dtype}")
+        raise UsageError(f"a gradient must have a floating-point or complex dtype, got {dtype}")
 
 
 def check_max_norm(max_norm: object) -> None:
@@ -42,20 +42,20 @@ def pair_up(outputs: object, grads: object) -> list[tuple[Tensor, Tensor | None]
     roots = _as_list(outputs, "outputs")
     given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else _as_list(grads, "gradients")
     if len(roots) != len(given):
-        raise UsageError(f"{len(roots)} outputs and {len(given)} gradients: give one gradient for each output")
+        raise UsageError(f"give one gradient for each output, got {len(roots)} outputs and {len(given)} gradients")
     pairs = list[tuple[Tensor, Tensor | None]]()
     for root, grad in zip(roots, given, strict=True):
         if not isinstance(root, Tensor):
             raise UsageError(f"an output must be a tensor, got {type(root).__name__}")
         if grad is None and root.numel() != 1:
             raise UsageError(
-                f"an output of shape {tuple(root.shape)} needs a gradient: only a loss of one number needs none"
+                f"an output of shape {tuple(root.shape)} needs a gradient: only an output with one number needs none"
             )
         if grad is not None:
             check_gradient(grad)
             assert isinstance(grad, Tensor)
             if grad.shape != root.shape:
-                raise UsageError(f"an output of shape {tuple(root.shape)} has a gradient of shape {tuple(grad.shape)}")
+                raise UsageError(f"an output of shape {tuple(root.shape)} got a gradient of shape {tuple(grad.shape)}")
         if root.requires_grad:
             pairs.append((root, grad))
     if not pairs:

@@ -41,8 +41,8 @@ class Keys:
         elif self.model is not None and key not in self._names:
             raise UsageError(f"{self.describe(key)} is not a parameter of {type(self.model).__name__}")
         if not key.is_leaf or not key.requires_grad:
-            why = "does not require grad" if key.is_leaf else "was computed"
-            raise UsageError(f"{self.describe(key)} {why}; allowed: parameters and inputs that require grad, or names")
+            why = "does not require grad" if key.is_leaf else "is a computed tensor"
+            raise UsageError(f"{self.describe(key)} {why}; allowed: names, and parameters or inputs that require grad")
         return key
 
     def find(self, key: object) -> Key | None:
@@ -65,6 +65,6 @@ class Keys:
             allowed = f"allowed: {tuple(like.shape)}"
             raise UsageError(f"{self.describe(key)}: the gradient has shape {tuple(grad.shape)}, {allowed}")
         if grad.is_complex() and not like.is_complex():
-            raise UsageError(f"{self.describe(key)}: the gradient is complex, allowed for {like.dtype}: real numbers")
+            raise UsageError(f"{self.describe(key)}: the gradient is complex, but must be real as {like.dtype} is")
         if on_device and grad.device != like.device:
             raise UsageError(f"{self.describe(key)}: the gradient is on {grad.device}, allowed: {like.device}")

@@ -61,5 +61,5 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
     difference = float((found.double() - expected.double()).norm())
     norm = float(expected.double().norm())
     if isnan(difference):
-        raise NotAlone("its outputs are not finite")
+        raise NotAlone("the model's outputs are not finite")
     return difference / norm if norm else difference

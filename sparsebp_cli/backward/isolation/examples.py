@@ -80,7 +80,7 @@ def find_examples(inputs: dict[str, Any], pad_token_id: int | None) -> Examples:
     if tokens is None:
         tokens = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() > 1), None)
     if tokens is None:
-        raise NotAlone("it was called without a tensor of (examples, positions)")
+        raise NotAlone("the model was called without a tensor of shape (examples, positions)")
     size = (tokens.shape[0], tokens.shape[1])
     segment_BT, told_by = _read_segments(inputs, size)
     real_BT = _read_real(inputs, size, segment_BT is not None, pad_token_id)
@@ -96,7 +96,7 @@ def find_examples(inputs: dict[str, Any], pad_token_id: int | None) -> Examples:
         numbers = own.unique_consecutive()
         several |= len(numbers) > 1
         if len(numbers.unique()) < len(numbers):
-            raise NotAlone("a row holds a sequence in several separate pieces")
+            raise NotAlone("a row of the batch contains a sequence in several separate pieces")
         found += [Example(row, columns[own == number]) for number in numbers]
     if not several:
         told_by = "attention_mask" if "attention_mask" in inputs and inputs["attention_mask"] is not None else "rows"
@@ -174,5 +174,5 @@ def _read_restarts(positions: Tensor, real_BT: Tensor) -> tuple[Tensor | None, s
     if len(back) == int(real_BT.sum()) - len(real_BT):
         return None, ""  # no numbers, such as all zeros
     if bool((back > 0).any()):
-        raise NotAlone(f"position numbers restart at {int(back.max())}, not 0: sequences share the tokens before it")
+        raise NotAlone(f"position numbers restart at {int(back.max())}, not 0: sequences share the tokens before")
     return falls_BT.long().cumsum(1), "position_ids"

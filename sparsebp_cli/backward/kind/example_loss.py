@@ -22,7 +22,7 @@ def check_logits(logits: Tensor | None, labels: Tensor) -> Tensor:
     """Return the logits, (B, T, V) or (B, V). Raise :class:`UnsupportedError` unless there is one row for each
     label."""
     if logits is None or logits.shape[:-1] != labels.shape:
-        got = "none" if logits is None else f"logits of shape {list(logits.shape)}"
+        got = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
         raise UnsupportedError(
             f"examples cannot be weighted: labels have shape {list(labels.shape)}, but the model returns {got}"
         )

@@ -114,7 +114,7 @@ class LinearAdapter(SiteAdapter):
             check_free(name, module)
         if not self.names and not may_be_empty:
             left = f"; not covered: {', '.join(self.not_covered)}" if self.not_covered else ""
-            raise UsageError(f"{type(model).__name__} has no linear layer to attach to{left}")
+            raise UsageError(f"{type(model).__name__} has no linear layer that a policy can use{left}")
 
     def save_by(self, saving: SavesInputs) -> None:
         """Let an extension decide the saved form of inputs. Raise :class:`UsageError` if it matches no linear."""
@@ -341,7 +341,7 @@ class _Call(SelectionSource):
 
 def _refuse_transforms(name: str) -> NoReturn:
     raise UnsupportedError(
-        f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not supported: "
+        f"torch.func (vmap, grad, jacrev) on {name!r} of an attached model is not supported: "
         "run it inside engine.disabled()"
     )
 

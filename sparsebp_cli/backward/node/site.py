@@ -134,7 +134,7 @@ class SelectorVisitor(Visitor):
 
     def _select(self, name: str, module: str, grad: Tensor) -> Tensor:
         if grad.layout != torch.strided:
-            raise UnsupportedError(f"sites='nodes' needs dense gradients, got {grad.layout} at {name!r}")
+            raise UnsupportedError(f"sites='nodes' needs gradients of layout strided, got {grad.layout} at {name!r}")
         shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.flatten(0, -2)
         site = Site(name, shown.shape[1], (1,) if grad.dim() < 2 else tuple(grad.shape[:-1]), self._layer_of(module))
         selection = self._engine.decisions.decide(site, Seen(shown), NoCost())

@@ -58,7 +58,7 @@ def compare_gradients(policy: Sequence[Tensor | None], dense: Sequence[Tensor | 
         ValueError: The lists have different lengths.
     """
     if len(policy) != len(dense):
-        raise ValueError(f"{len(policy)} gradients against {len(dense)}")
+        raise ValueError(f"policy and dense must have equally many gradients, got {len(policy)} and {len(dense)}")
     names = [str(number) for number in range(len(dense))]
     comparison = GradientComparison(dict(zip(names, dense, strict=True)))
     comparison.add_draw(dict(zip(names, policy, strict=True)))

@@ -121,7 +121,7 @@ def test_a_plain_forward_of_as_many_rows_is_told_from_a_packed_one(order: str) -
         ]
         loss = sum(o.loss if o.loss is not None else o.logits.square().mean() for o in outputs)
         assert isinstance(loss, Tensor)
-        with pytest.raises(UnsupportedError, match="before the next one"):
+        with pytest.raises(UnsupportedError, match="before the next forward"):
             engine.backward(loss)
 
 

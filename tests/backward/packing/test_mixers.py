@@ -228,7 +228,7 @@ def test_a_layer_that_drops_the_layout_is_an_error() -> None:
     with sbp.attach(model, sbp.make_policy("lossless", verify="never")):
         own = mixer.forward
         mixer.forward = lambda hidden_states, **_: own(hidden_states)
-        with pytest.raises(UnsupportedError, match="does not get all rows"):
+        with pytest.raises(UnsupportedError, match="does not get all positions"):
             model(**make_batch("right", "completion", "none"))
         mixer.forward = own
 

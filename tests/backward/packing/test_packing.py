@@ -429,7 +429,7 @@ def test_a_failed_comparison_is_that_of_one_kind_of_batch(monkeypatch: pytest.Mo
     ("make", "text"),
     [
         (lambda: llama(attention_dropout=0.1), "has dropout 0.1"),
-        (lambda: nn.Sequential(nn.Linear(4, 4)), "a model of transformers, got Sequential"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "a transformers model, got Sequential"),
         (lambda: _bert(BertForMaskedLM).to(torch.float32).apply(_drop), "has dropout 0.5"),
     ],
     ids=["attention dropout", "no transformers", "dropout"],

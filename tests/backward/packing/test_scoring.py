@@ -138,7 +138,7 @@ def test_a_reference_that_is_the_model_is_refused_and_one_that_mixes_is_plain() 
     with pytest.raises(UsageError, match="reference must not be the trained model"):
         sbp.attach(model, "lossless", reference=model)
     with sbp.attach(model, "lossless", reference=nn.Linear(2, 2)) as engine:
-        assert engine.notes[OF_REFERENCE].startswith("runs plainly: packing needs a model of transformers")
+        assert engine.notes[OF_REFERENCE].startswith("runs plainly: lossless needs a transformers model")
     with pytest.raises(UsageError, match="no policy uses a reference"):
         sbp.attach(model, "dense", reference=tiny_model("llama"))
 
@@ -312,7 +312,7 @@ def test_torch_func_over_a_packed_model_is_refused_by_name() -> None:
         return found
 
     with sbp.attach(model, "lossless") as engine:
-        with pytest.raises(UnsupportedError, match=r"torch.func .* over a model with lossless is not supported"):
+        with pytest.raises(UnsupportedError, match=r"torch.func .* on a model with lossless is not supported"):
             torch.func.grad(loss)(weights)
         with engine.disabled():
             assert torch.func.grad(loss)(weights).keys() == weights.keys()

@@ -177,7 +177,7 @@ def test_weights_of_examples_that_do_not_fit_are_refused() -> None:
     model, batch = tiny_model("llama"), make_batch("none", "dense", "none")
     with sbp.attach(model, "lossless") as engine:
         engine.columns(labels=batch["labels"], example_weight=WEIGHTS[:4])
-        with pytest.raises(UsageError, match=r"one row for each of 6 examples, got \(4,\)"):
+        with pytest.raises(UsageError, match=r"one row for each of 6 examples, got shape \(4,\)"):
             model(**inputs(batch))
         engine.columns(example_weight=WEIGHTS)
         with pytest.raises(UsageError, match="example_weight needs your own loss"):

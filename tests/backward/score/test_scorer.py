@@ -138,5 +138,5 @@ def test_a_forward_that_goes_past_its_base_is_refused() -> None:
         def forward(self, input_ids, logits_to_keep=0, **_):
             return self.lm_head(self.model.embed_tokens(input_ids))
 
-    with pytest.raises(UnsupportedError, match="the test needs a model whose forward calls its base, Past does not"):
+    with pytest.raises(UnsupportedError, match="the test needs a model that calls its base model; Past does not"):
         score(Past(tiny_decoder("llama").config), batch())

@@ -82,7 +82,8 @@ def test_a_wrapper_that_kept_the_forward_goes_past_and_is_refused() -> None:
 def test_a_prompt_that_no_gradient_would_reach_is_refused_and_else_trained(kind: type[PeftConfig]) -> None:
     model = get_peft_model(decoder("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(
-        UnsupportedError, match=r"computes no gradient for the trained prompt of PeftModelForCausalLM.*set mode: exact"
+        UnsupportedError,
+        match=r"computes no gradient for the soft prompt .* of PeftModelForCausalLM.*set 'mode: exact'",
     ):
         sbp.attach(model, [CHOOSING[1]])
     found = []
@@ -103,7 +104,7 @@ def test_keys_and_values_that_were_learned_beforehand_are_refused(policy: Policy
         pytest.raises(
             UnsupportedError,
             match=r"a filled cache of earlier positions|(cache|past_key_values) in training|"
-            r"the trained prompt of PeftModelForCausalLM",
+            r"the soft prompt .* of PeftModelForCausalLM",
         ),
         sbp.attach(model, [policy]),
     ):

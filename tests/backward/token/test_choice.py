@@ -60,7 +60,7 @@ def test_a_disabled_engine_an_evaluation_and_no_grad_are_the_model_as_it_was(mod
     for output in (disabled, silent, evaluated, after):
         assert torch.equal(output.loss, before.loss)
         assert torch.equal(output.logits, before.logits)
-    with pytest.raises(UnsupportedError, match="read them in evaluation"):
+    with pytest.raises(UnsupportedError, match="read logits in evaluation"):
         _ = chosen.logits
     assert not torch.equal(chosen.loss, before.loss)
     assert "forward" not in model.__dict__
@@ -133,7 +133,7 @@ def test_labels_that_are_missing_are_asked_for() -> None:
     [
         (torch.ones(3, 16), torch.ones(3, 16), "must be torch.bool of shape"),
         (torch.ones(3, 15, dtype=torch.bool), torch.ones(3, 16, dtype=torch.bool), r"of shape \(3, 16\)"),
-        (torch.ones(3, 16, dtype=torch.bool), torch.ones(3, 16, dtype=torch.bool), "3 positions without a label"),
+        (torch.ones(3, 16, dtype=torch.bool), torch.ones(3, 16, dtype=torch.bool), "3 positions that have no label"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused(trained: torch.Tensor, carries: torch.Tensor, complaint: str) -> None:
@@ -160,6 +160,6 @@ def test_the_loss_comes_first_however_the_output_is_read(mode: Any, engine: Any)
         if engine == "reference":
             assert read().shape[:2] == batch.arguments["input_ids"].shape
         else:
-            with pytest.raises(UnsupportedError, match="read them in evaluation"):
+            with pytest.raises(UnsupportedError, match="read logits in evaluation"):
                 read()
     assert not set(CACHE_NAMES) & set(output.keys())

@@ -91,10 +91,13 @@ def pictured() -> PaliGemmaForConditionalGeneration:
             ),
             "does not know BertLayer",
         ),
-        (pictured, "a text-only model; PaliGemmaForConditionalGeneration has PaliGemmaConfig"),
-        (lambda: tiny_decoder("gemma3_text", use_bidirectional_attention=True), "has use_bidirectional_attention"),
-        (lambda: tiny_decoder("gpt2", add_cross_attention=True), "has add_cross_attention"),
-        (lambda: tiny_decoder("llama", attn_implementation="flex_attention"), "attention eager or sdpa, got 'flex_att"),
+        (pictured, "a text-only model, not a PaliGemmaConfig"),
+        (lambda: tiny_decoder("gemma3_text", use_bidirectional_attention=True), "sets use_bidirectional_attention"),
+        (lambda: tiny_decoder("gpt2", add_cross_attention=True), "sets add_cross_attention"),
+        (
+            lambda: tiny_decoder("llama", attn_implementation="flex_attention"),
+            "the attention implementation eager or sdpa, got 'flex_att",
+        ),
     ],
 )
 def test_a_model_that_is_no_plain_decoder_is_refused_when_attached(model: Any, complaint: str) -> None:
@@ -117,7 +120,7 @@ def test_two_token_selectors_are_refused() -> None:
 def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
     model = decoder("llama")
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
-    with pytest.raises(UnsupportedError, match="ForCausalLMLoss only, but the model has <lambda>"):
+    with pytest.raises(UnsupportedError, match="ForCausalLMLoss; the model uses <lambda>"):
         sbp.attach(model, [Marked()])
 
 
@@ -128,8 +131,8 @@ def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
         ({"output_attentions": True}, "output_attentions"),
         ({"logits_to_keep": 3}, "logits_to_keep"),
         ({"shift_labels": random_ids()}, "shift_labels"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "a layer that gets cu_seq_lens_q"),
-        ({"is_causal": True}, "a layer that gets is_causal"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "a layer that is called with cu_seq_lens_q"),
+        ({"is_causal": True}, "a layer that is called with is_causal"),
     ],
 )
 def test_an_argument_that_cannot_be_cut_is_refused(extra: dict[str, Any], complaint: str) -> None:
@@ -150,7 +153,7 @@ def test_keys_and_values_of_earlier_positions_are_refused() -> None:
 def test_labels_of_another_shape_are_refused() -> None:
     model, batch = decoder("llama"), make_batch("scattered")
     short = {name: value[:, :12] for name, value in batch.arguments.items() if name != "input_ids"}
-    complaint = r"positions \(3, 16\), got \(3, 12\)"
+    complaint = r"positions\), \(3, 16\), got \(3, 12\)"
     with sbp.attach(model, [Marked()]) as engine:
         engine.columns(**short)
         with pytest.raises(UsageError, match=complaint):
@@ -182,6 +185,6 @@ def test_a_hook_that_would_see_chosen_positions_alone_is_named(mode: str, when: 
         if when == "after attach":
             hook()
         ids = torch.randint(1, 60, (2, 12))
-        with pytest.raises(UnsupportedError, match=r"penalise, at 'model\.layers\.0'\) would see rows of a part"):
+        with pytest.raises(UnsupportedError, match=r"penalise, at 'model\.layers\.0'\) would see rows of only a part"):
             engine.backward(model(input_ids=ids, labels=ids).loss)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -81,7 +81,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"update='eager' does not work with {type(optimizer).__name__}: its step needs a closure; use "
+            f"update='eager' does not work with {type(optimizer).__name__}, whose step() needs a closure; use "
             "update='deferred'"
         )
     return step

@@ -35,8 +35,8 @@ def refuse_inseparable(optimizer: torch.optim.Optimizer) -> None:
     same = all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in zip(together, apart, strict=True))
     if not same:
         raise UnsupportedError(
-            f"update='eager' does not work with {type(inner).__name__}: its update of a parameter depends on the other "
-            "parameters; use update='deferred'"
+            f"update='eager' does not work with {type(inner).__name__}, whose update of a parameter depends on the "
+            "other parameters; use update='deferred'"
         )
 
 
@@ -61,8 +61,8 @@ def _train(
             single.write_back()
             if num_hooked:
                 raise UnsupportedError(
-                    f"update='eager' does not work with {type(optimizer).__name__}: its step calls its base class's "
-                    "step, whose hooks would run for every parameter; use update='deferred'"
+                    f"update='eager' does not work with {type(optimizer).__name__}: its step() calls the step() of "
+                    "its base class, whose hooks would run once for each parameter; use update='deferred'"
                 )
         else:
             optimizer.step()

@@ -62,7 +62,7 @@ class EagerUpdate(PassRunner):
             others = hooks_after_accumulation(parameter)
             if any(isinstance(getattr(other, "__self__", None), EagerUpdate) for other in others):
                 taken = self._name(parameter)
-                raise UnsupportedError(f"update='eager': another engine updates {taken}: call its detach() first")
+                raise UnsupportedError(f"update='eager': another engine updates {taken}: detach that engine first")
 
     def install(self, engine: EngineView) -> None:
         self._engine = engine
@@ -233,8 +233,8 @@ class EagerUpdate(PassRunner):
             return
         if parameter in state.done:
             raise UsageError(
-                f"{self._name(parameter)} got another gradient after its update, because the engine did not see "
-                "all of its uses in the loss; use update='deferred'"
+                f"{self._name(parameter)} got another gradient after its update, because the loss also uses this "
+                "parameter where the engine cannot see it; use update='deferred'"
             )
         if parameter in state.waiting:
             return
@@ -255,8 +255,8 @@ class EagerUpdate(PassRunner):
         for parameter in module.parameters(recurse=False):
             if parameter in state.done:
                 raise UsageError(
-                    f"{self._name(parameter)} is needed again after its update, because the backward recomputes a "
-                    "forward, as in checkpointing; use update='deferred'"
+                    f"{self._name(parameter)} is needed again after its update, because the backward recomputes part "
+                    "of the forward, as checkpointing does; use update='deferred'"
                 )
 
     def _finish(self, state: EagerPassState, parameter: Tensor) -> None:
@@ -307,7 +307,7 @@ def refuse_scaling(backward: Callable[..., object] | None) -> None:
     owner = getattr(backward, "__self__", None)
     if isinstance(owner, GradStore):
         raise UnsupportedError(
-            "update='eager' does not work with a GradStore, because both need all gradients; use update='deferred'"
+            "update='eager' frees each gradient before a GradStore could collect it; use update='deferred'"
         )
     if getattr(owner, "scaler", None) is not None:  # accelerate's: before the first pass that only measures
         refuse_scale()

@@ -31,8 +31,8 @@ class ArgumentSnapshot:
         for container in changed:
             if id(container) not in returned:
                 raise UnsupportedError(
-                    f"segments: {where} changes its argument, a {type(container).__name__}, without returning it; "
-                    "the backward would change it again: return the changes instead"
+                    f"segments: {where} changes its argument, a {type(container).__name__}, without returning it; the "
+                    "recomputation in the backward would change it again: return the changed argument"
                 )
 
 

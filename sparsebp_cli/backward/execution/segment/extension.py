@@ -50,13 +50,13 @@ class Segments(EngineExtension):
             if getattr(module, "gradient_checkpointing", False):
                 where = f" (at {name!r})" if name else ""
                 raise UnsupportedError(
-                    f"segments and activation checkpointing{where} in one model are not supported: "
+                    f"segments do not support activation checkpointing{where} in the same model: "
                     "switch checkpointing off, since segments also recompute layers"
                 )
         dropped = getattr(self._layers.owner, "layerdrop", 0.0)  # an attribute of transformers' speech models and BART
         if isinstance(dropped, float | int) and dropped > 0.0:
             name = type(self._layers.owner).__name__
-            raise UnsupportedError(f"segments: {name} skips layers at random (layerdrop={dropped}): set it to 0")
+            raise UnsupportedError(f"segments: {name} skips layers at random (layerdrop={dropped}): set layerdrop to 0")
         self._checked: set[str] = set()  # segments whose layers use only their own parameters and arguments
         self._position = -1  # position of the layer that ran last in this forward
         self._recorded: RecordedForward | None = None
@@ -120,7 +120,7 @@ class Segments(EngineExtension):
         names, modules = self._layers.names, self._layers.modules
         # Check in each forward, since FSDP2 shards the weights after attach. See decision 14.
         if segment is self.segments[0] and any(_is_sharded(p) for module in modules for p in module.parameters()):
-            raise UnsupportedError("segments of sharded weights (FSDP2) are not supported: use DDP")
+            raise UnsupportedError("segments do not support sharded weights (FSDP2): use DDP")
         return RecordedForward([names[n] for n in segment], [modules[n] for n in segment])
 
     def _close(self, recorded: RecordedForward, output: object) -> object:

@@ -107,7 +107,7 @@ class RecordedForward:
         if changed is not None:
             raise UnsupportedError(
                 f"segments: the segment that begins with {self.names[0]!r} changes an input of shape "
-                f"{tuple(changed.shape)} in place: let it begin with another layer"
+                f"{tuple(changed.shape)} in place: let this segment begin with another layer"
             )
         leaves, spec = tree_flatten(output)
         self._made = {}

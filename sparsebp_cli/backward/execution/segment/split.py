@@ -78,9 +78,9 @@ def _find_starts(segments: Sequence[str], layers: LayerSequence) -> list[int]:
     starts = [layers.names.index(name) for name in segments]
     for before, after in pairwise(segments):
         if layers.names.index(after) <= layers.names.index(before):
-            raise UsageError(f"segments: {after!r} does not come after {before!r}: name each segment's first module")
+            raise UsageError(f"segments: {after!r} does not come after {before!r}: name layers in their order")
     if starts[0]:
         raise UsageError(
-            f"segments: the first must begin with the first layer, {layers.names[0]!r}, got {segments[0]!r}"
+            f"segments: the first segment must begin with the first layer, {layers.names[0]!r}, got {segments[0]!r}"
         )
     return starts

@@ -138,10 +138,10 @@ class PackedMask:
     _order: list[bool | None] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ReadsMaskError(f"a layer of this model reads the attention mask itself ({name}): rows cannot be packed")
+        raise ReadsMaskError(f"lossless does not support models with layers that use {name} of the attention mask")
 
     def __getitem__(self, _: object) -> NoReturn:
-        raise ReadsMaskError("a layer of this model cuts the attention mask itself: rows cannot be packed")
+        raise ReadsMaskError("lossless does not support models with layers that slice the attention mask")
 
     @property
     def layout(self) -> PackedLayout:
@@ -216,7 +216,7 @@ class PackedMask:
         to all."""
         rule, order, _ = self._rule(group, device)
         if self.layout.is_causal and bool((rule & ~order).any()):
-            raise LooksAheadError("positions attend to later ones")
+            raise LooksAheadError("token positions attend to later positions")
         if implementation == "sdpa" and (bool(rule.all()) or _is_triangle(rule, group.padding)):
             return None
         return rule
@@ -307,7 +307,8 @@ class Switch:
         """Raise :class:`UnsupportedError` for an attention implementation that cannot run on parts of the rows."""
         for own in self._own:
             if own not in IMPLEMENTATIONS:
-                raise UnsupportedError(f"packing supports attention {' and '.join(IMPLEMENTATIONS)}, got {own!r}")
+                allowed = f"the attention implementations {' and '.join(IMPLEMENTATIONS)}"
+                raise UnsupportedError(f"lossless supports {allowed}, got {own!r}")
 
     @property
     def zeroes_padding(self) -> bool:
@@ -383,7 +384,7 @@ def _attend(
         num_rows = len(read.row_M)
     num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
     if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
-        raise UnsupportedError(f"{type(module).__name__} attends to rows that are not in its input")
+        raise UnsupportedError(f"lossless does not support attention outside the input, as in {type(module).__name__}")
     if mask.memory is None and (mask.ends or not mask.kept):
         mask.state.keep(module, key, value)
     if mask.ends:

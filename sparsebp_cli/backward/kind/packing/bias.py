@@ -48,7 +48,7 @@ def find_biased(model: nn.Module) -> list[nn.Module]:
     for module in found:
         if "position_bias" not in inspect.signature(type(module).forward).parameters:
             raise UnsupportedError(
-                f"{type(module).__name__} computes a position bias for all pairs of rows and takes no position_bias: "
-                "packing does not support it"
+                f"lossless does not support {type(module).__name__}, which computes a position bias for all pairs of "
+                "positions and has no argument position_bias"
             )
     return found

@@ -84,8 +84,8 @@ class AdapterDropout:
             )
             if waiting is WaitingRows.SEVERAL:
                 raise UnsupportedError(
-                    "packing with lora_dropout and activation checkpointing: run the backward of each forward before "
-                    "the next one"
+                    "lossless with lora_dropout and activation checkpointing needs the backward of each forward "
+                    "before the next forward: change the order"
                 )
             return None if isinstance(waiting, WaitingRows) else waiting
         if self._has_run_again:
@@ -97,8 +97,8 @@ class AdapterDropout:
             return None
         if x.dim() != 3 or x.shape[:2] != (1, layout.num_rows):
             raise UnsupportedError(
-                f"packing with lora_dropout needs rows (1, {layout.num_rows}, D), got {tuple(x.shape)}: leave modules "
-                "that get only some rows, such as experts, out of target_modules, or set lora_dropout to 0"
+                f"lossless with lora_dropout needs inputs (1, {layout.num_rows}, D), got {tuple(x.shape)}: set "
+                "lora_dropout to 0, or leave modules that get only some positions (experts) out of target_modules"
             )
         self._wait(layout.num_rows, layout)
         return layout

@@ -114,7 +114,7 @@ class PackedForward(ForwardOverride, Passes):
     def _pack(self, arguments: dict[str, Any]) -> Any:
         if is_in_transform():
             raise UnsupportedError(
-                "torch.func (vmap, grad, jacrev) over a model with lossless is not supported: run it inside "
+                "torch.func (vmap, grad, jacrev) on a model with lossless is not supported: run it inside "
                 "engine.disabled()"
             )
         given = {name: value for name, value in arguments.items() if value is not None}
@@ -568,7 +568,7 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
     def run(hidden: Tensor) -> Any:
         if hidden.shape[:2] != (1, batch.layout.num_rows):
             raise UnsupportedError(
-                f"{type(stack).__name__} selects the input of its pooler itself: packing does not support it"
+                f"{type(stack).__name__} passes only some positions to its pooler: train it without lossless"
             )
         return covered(batch.layout.spread(hidden[0]))
 

@@ -58,7 +58,7 @@ class SegmentStates:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(f"a layer of this model reads {name} of its cache: its rows cannot be packed")
+        raise UnsupportedError(f"lossless does not support models with layers that read {name} of their cache")
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the columns before the segments; None: they begin a text."""
@@ -108,8 +108,8 @@ class Mixer(ForwardOverride):
         hidden = given.pop("hidden_states", None)
         if layout is None or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, layout.num_rows):
             raise UnsupportedError(
-                f"{type(self._module).__name__} mixes neighbouring rows, and does not get all rows of a batch: they "
-                "cannot be packed"
+                f"lossless does not support {type(self._module).__name__} here: it mixes neighbouring positions, but "
+                "does not get all positions of the batch"
             )
         outputs, states = list[Tensor](), list[SegmentStates]()
         for run in layout.mixing.runs:
@@ -120,7 +120,7 @@ class Mixer(ForwardOverride):
             given |= {"cache": cache if run.before or run.is_read else None, "attention_mask": None}
             outputs.append(self.run_covered(self._module, hidden_states=rows, **given).flatten(0, 1))
             if run.is_read and not cache.is_complete:
-                raise UnsupportedError(f"{type(self._module).__name__} keeps no state of a text: it cannot be packed")
+                raise UnsupportedError(f"lossless needs the cached state of {type(self._module).__name__}, got none")
         return torch.cat(outputs).index_select(0, layout.mixing.place_N)[None]
 
 

@@ -87,18 +87,18 @@ class PairPacking:
         self.encoder, self.decoder = model.get_encoder(), model.get_decoder()
         parts: tuple[Any, ...] = (self.encoder, self.decoder, model.get_output_embeddings())
         if any(not isinstance(part, nn.Module) for part in parts) or self.encoder is model or self.decoder is model:
-            raise UnsupportedError(f"{name} is an encoder-decoder without a language-model head, which packing needs")
+            raise UnsupportedError(f"{name} is an encoder-decoder without a language-model head, which lossless needs")
         self._layers: list[nn.Module] = []
         for stack, num_attentions in ((self.encoder, 1), (self.decoder, 2)):
             check_free("the encoder or the decoder", stack)
             layers = LayerNumbers(stack).layers
             if any(sum(map(calls_interface, layer.modules())) < num_attentions for layer in layers):
                 raise UnsupportedError(
-                    f"{type(stack).__name__} does not compute attention through transformers' attention interface"
+                    f"lossless needs transformers' attention interface, which {type(stack).__name__} does not use"
                 )
             if not layers or "position_embeddings" in inspect.signature(type(layers[0]).forward).parameters:
                 raise UnsupportedError(
-                    f"{name} uses rotary position embeddings: packing does not support them in an encoder-decoder"
+                    f"lossless does not support an encoder-decoder with rotary position embeddings, such as {name}"
                 )
             self._layers.append(layers[0])
         self.head = model.get_output_embeddings()

@@ -108,7 +108,7 @@ class PackingPlanner(PackedModel):
         self._text = find_text(self.model)
         self._attention_layers = sum(map(is_attention, self._text.modules()))
         if not self._attention_layers:
-            raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing supports")
+            raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that lossless supports")
         self.is_causal: bool | None = None  # whether attention is causal; None before the first forward
         self._rules: dict[tuple[bool, bool], AttentionRule] = {}  # by (uses a cache, uses checkpointing)
         self.counts, self.failure = Counts(), ""
@@ -477,12 +477,12 @@ class PackingPlanner(PackedModel):
         :class:`UsageError` if the script has set another attention implementation."""
         if self._switch.is_changed:
             raise UsageError(
-                "the attention implementation was set after the model was attached: call engine.detach(), set it, and "
-                "attach the model again"
+                "the attention implementation was changed after the model was attached: call engine.detach(), change "
+                "the implementation, and attach the model again"
             )
         if not num_calls or num_calls % self._attention_layers:
             raise UnsupportedError(
-                f"{type(self.model).__name__} has {self._attention_layers} attention layers, of which "
-                f"{num_calls} run through transformers' attention interface: its rows cannot be packed"
+                f"lossless needs one call of transformers' attention interface for each attention layer, but "
+                f"{type(self.model).__name__} has {self._attention_layers} layers and made {num_calls} calls"
             )
         self.calls_of_layer = num_calls // self._attention_layers

@@ -30,9 +30,7 @@ MIXING_LAYERS = {"conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding"
 OUTPUTS = {ATTENTIONS, STATES}  # optional outputs of a forward: if they need every position, the batch runs plainly
 
 # The end of errors for models that packing does not support at all.
-WAY_OUT = (
-    "train it without lossless, and leave out padding by batches of one length (group_by_length, group_by: length)"
-)
+WAY_OUT = "train it without lossless, and avoid padding by batches of equal lengths (group_by_length, group_by: length)"
 
 
 def refuse_inexact(model: PreTrainedModel) -> None:
@@ -40,30 +38,30 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     is_pair = getattr(config, "is_encoder_decoder", False)  # the first batch shows whether its attention is supported
     if is_pair and (getattr(config, "num_experts", None) or getattr(config, "expert_capacity", None)):
-        raise UnsupportedError(f"{name} has experts with a capacity: its routers depend on the whole batch")
+        raise UnsupportedError(f"lossless does not support {name}, whose expert capacity depends on the whole batch")
     if not is_pair and not getattr(model, "_supports_attention_backend", False):
         _refuse_attention(model, name)
     known = LAYERS | (MIXING_LAYERS if find_mixers(find_text(model)) else set())
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - known)
     if others:
-        raise UnsupportedError(f"{name} has layers of the type {others[0]}, which mix neighbouring rows: {WAY_OUT}")
+        raise UnsupportedError(f"{name} has {others[0]} layers, which lossless does not support: {WAY_OUT}")
     for kind in {type(module) for module in model.modules() if is_attention(module)}:
         if reads_mask(kind):
-            raise UnsupportedError(f"{kind.__name__} reads the attention mask itself: rows cannot be packed")
+            raise UnsupportedError(f"lossless does not support {kind.__name__}, which reads the attention mask itself")
     for option in ROUTER_OPTIONS:
         if getattr(config, option, None) and not (option == OPTION and _knows_balance(model)):
-            raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch; set it to 0 or False")
+            raise UnsupportedError(f"{name} has {option}, which depends on the whole batch: set {option} to 0 or False")
     known_dropout = set() if is_pair else set(find_adapter_dropout(model.base_model))
     _refuse_mixed_dropout(model, known_dropout)
     for where, module in model.named_modules():
         if is_batch_norm(module):
-            raise UnsupportedError(f"{where!r} computes statistics of the whole batch")
+            raise UnsupportedError(f"lossless does not support batch statistics, as {where!r} computes them")
         rates = {name: value for name, value in vars(module).items() if "drop" in name}
         rates |= {"p": module.p} if isinstance(module, nn.Dropout) else {}
         for rate in rates.values() if module not in known_dropout else ():
             if isinstance(rate, float) and rate > 0.0:
                 raise UnsupportedError(
-                    f"{where!r} has dropout {rate:g}, whose masks depend on how the batch is arranged: set it to 0"
+                    f"{where!r} has dropout {rate:g}, whose masks depend on the batch's layout: set this dropout to 0"
                 )
 
 
@@ -173,7 +171,7 @@ def find_model(model: nn.Module) -> PreTrainedModel:
         if loaded is not None and isinstance(module, loaded.PreTrainedModel):
             found: PreTrainedModel = module
             return found
-    raise UnsupportedError(f"packing needs a model of transformers, got {type(model).__name__}")
+    raise UnsupportedError(f"lossless needs a transformers model, got {type(model).__name__}")
 
 
 def find_text(model: PreTrainedModel) -> nn.Module:

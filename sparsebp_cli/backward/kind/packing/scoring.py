@@ -142,8 +142,7 @@ class Scoring:
         first = next(given[name] for name in BATCH if name in given)
         if labels is not None and given.get("labels") is None and labels.shape != first.shape[:2]:
             raise UnsupportedError(
-                f"engine.scoring was given labels {tuple(labels.shape)}, and the batch has {tuple(first.shape[:2])} "
-                "positions"
+                f"engine.scoring needs labels of the batch's shape {tuple(first.shape[:2])}, got {tuple(labels.shape)}"
             )
         batch = passes.find_batch(given, self.counts, labels)
         if batch is None or (reason := self._comparisons.find_failure(batch)):

@@ -281,7 +281,7 @@ class UpdatePlan:
         collected: Collected = {}
         hidden = run(layout, [rows_of(s) for s in chain], collected)
         if any(len(pairs) > 1 for pairs in collected.values()):
-            raise UnsupportedError("a layer calls attention twice, so micro-batches cannot share its rows")
+            raise UnsupportedError("engine.expect does not support layers that call attention twice: do not use it")
         keys = {module: pairs[0] for module, pairs in collected.items()}
         row_R = torch.from_numpy(np.flatnonzero(held.read)).to(device)
         return KeptRows(keys, layout.take(hidden, row_R, [hidden[:, :0]]) if len(row_R) else None)

@@ -47,7 +47,7 @@ def _dead(weight_B: Tensor, num_examples: int) -> Tensor:
     """Return which examples have weight zero."""
     if weight_B.dim() == 0 or len(weight_B) != num_examples:
         raise UsageError(
-            f"example_weight must have one row for each of {num_examples} examples, got {tuple(weight_B.shape)}"
+            f"example_weight must have one row for each of {num_examples} examples, got shape {tuple(weight_B.shape)}"
         )
     return weight_B.detach().reshape(num_examples, -1).eq(0).all(1)
 
@@ -151,7 +151,7 @@ def _join(first: Any, second: Any, parts: tuple[Tensor, Tensor], given: Mapping[
             else:
                 values[field.name] = _Joined.apply(one, other, *parts)  # type: ignore[no-untyped-call]
         elif one is not None and field.name != "loss":
-            raise UnsupportedError(f"packing does not know {field.name} of trl's fused head for parts of a batch")
+            raise UnsupportedError(f"lossless does not support the output {field.name} of trl's fused head")
     count = given.get("num_items_in_batch")
     if count is None:
         count = values["label_mask"].sum().clamp(min=1)
@@ -174,7 +174,7 @@ class _Joined(torch.autograd.Function):
         (grad,) = grads
         if bool((grad.index_select(0, dead_D) != 0).any()):
             raise ReadsUncomputedError(
-                "examples of weight 0 had no gradient in the first batch, so lossless computes none, but now the "
-                "loss has one: do not pass their advantage or example_weight to the engine"
+                "examples of weight 0 had no gradient in the first batch, so lossless skips such examples, but now one "
+                "has a gradient: do not pass advantage or example_weight to the engine"
             )
         return grad.index_select(0, live_L), None, None, None

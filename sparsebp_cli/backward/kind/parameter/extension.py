@@ -182,6 +182,6 @@ def _refuse_reentrant(model: nn.Module) -> None:
     name = find_reentrant(model)
     if name is not None:
         raise UnsupportedError(
-            f"parameters that are frozen by a policy and reentrant checkpointing (at {name!r}), which runs the "
-            "backward of every layer: enable checkpointing with use_reentrant=False"
+            f"a policy cannot freeze parameters under reentrant checkpointing (at {name!r}), which runs the backward "
+            "of every layer: enable checkpointing with use_reentrant=False"
         )

@@ -49,8 +49,8 @@ class Scorer:
         accepted = inspect.signature(type(model).forward).parameters
         if head is None or not isinstance(base, nn.Module) or "logits_to_keep" not in accepted:
             raise UnsupportedError(
-                f"{what} needs a transformers model with a language-modelling head and logits_to_keep, "
-                f"got {type(model).__name__}"
+                f"{what} needs a transformers model with a language-modelling head and the argument "
+                f"logits_to_keep, got {type(model).__name__}"
             )
         self.model, self._what, self._base = model, what, base
         decoder = getattr(model, "get_decoder", lambda: None)()  # some forwards call the base's decoder directly
@@ -103,7 +103,7 @@ class Scorer:
                 handle.remove()
         if not kept:
             raise UnsupportedError(
-                f"{self._what} needs a model whose forward calls its base, {type(self.model).__name__} does not"
+                f"{self._what} needs a model that calls its base model; {type(self.model).__name__} does not"
             )
         self._base, hidden = kept[-1]  # the outermost module ends last
         return hidden.flatten(0, -2)

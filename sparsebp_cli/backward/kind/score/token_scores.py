@@ -95,8 +95,8 @@ class TokenChooser:
             if name not in arguments:
                 known = sorted(arguments)
                 raise UsageError(
-                    f"{type(self._policy).__name__} reads the column {name!r}, which the batch does not have; it "
-                    f"has {', '.join(known)}{did_you_mean(name, known)}"
+                    f"{type(self._policy).__name__} reads the column {name!r}, but the batch has only "
+                    f"{', '.join(known)}{did_you_mean(name, known)}"
                 )
             shape, wanted = tuple(_tensor(arguments, name).shape), tuple(like_BT.shape)
             if shape != wanted:
@@ -127,5 +127,5 @@ def check_vocabulary(model: nn.Module, reference: Scorer) -> None:
     own = cast("Any", model).get_input_embeddings().weight.shape[0]
     if reference.num_tokens != own:
         raise UnsupportedError(
-            f"the reference must have the model's vocabulary of {own} tokens, got {reference.num_tokens}"
+            f"the reference model must have {own} tokens, like the trained model, got {reference.num_tokens}"
         )

@@ -116,7 +116,7 @@ class _Run:
         assert isinstance(hidden, Tensor)
         if number == 0:
             if is_filled(held, layer.core):
-                raise UnsupportedError("token selection computes without keys and values of earlier positions")
+                raise UnsupportedError("token selection does not support past_key_values of earlier positions")
             self.hidden = self.dropped.take(hidden.detach())
             hidden = self.carried.take(hidden)
         AttentionArgs(self.implementation, layer.attention, (len(self.carried.position_BQ), self.length)).check(

@@ -209,7 +209,7 @@ class DecoderOverride(ForwardOverride):
         """Refuse a replaced module, and a foreign hook that would see only the chosen positions."""
         self.extension.places.check()
         if hook := find_hook(self._model, inside=True):
-            raise UnsupportedError(f"{hook} of a part of the batch: remove it, or train without token selection")
+            raise UnsupportedError(f"{hook} of only a part of the batch: remove it, or train without token selection")
 
     def _select(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         self.extension.was_called = True
@@ -272,7 +272,7 @@ class DecoderOverride(ForwardOverride):
         first = next(value for value in given if isinstance(value, Tensor))
         if labels.shape != first.shape[:2]:
             shapes = f"{tuple(first.shape[:2])}, got {tuple(labels.shape)}"
-            raise UsageError(f"labels must have the inputs' examples and positions {shapes}")
+            raise UsageError(f"labels must have the inputs' shape (examples, positions), {shapes}")
         if own.get("labels") is not None and not self._knows_loss:
             check_own_loss(self._model, self.extension.decoder.head, own)
             self._knows_loss = True
@@ -353,8 +353,8 @@ class DecoderOverride(ForwardOverride):
 
 def _refuse_logits() -> NoReturn:
     raise UnsupportedError(
-        "token selection returns no logits if the forward computes the loss: read them in evaluation, or leave the "
-        "labels out of the forward and give them to engine.columns"
+        "token selection returns no logits if the forward computes the loss: read logits in evaluation, or pass the "
+        "labels to engine.columns instead of the forward"
     )
 
 

@@ -67,7 +67,7 @@ class LayerStack:
         held = arguments.pop(layer.attention.cache, None)
         if number == 0:
             if is_filled(held, layer.core):
-                raise UnsupportedError("token selection computes without keys and values of earlier positions")
+                raise UnsupportedError("token selection does not support past_key_values of earlier positions")
             self._views.attention_args.mask_dtype = _mask_dtype(layer.core, hidden)
             if self._plan.is_joined:
                 hidden = hidden.flatten(0, 1)[None]
@@ -230,7 +230,7 @@ class LayerRun:
                 self._call(hidden, self._restrict(view), RecordKV())
             except RecordedKV as captured:
                 return captured.keys, captured.values
-        raise UnsupportedError(f"{self.layer.name} wrote no keys and values to the cache")
+        raise UnsupportedError(f"token selection needs layers that fill the cache; {self.layer.name} does not")
 
     def _run_dropped(self, keys: Tensor, values: Tensor) -> KeysValues:
         """Run the layer for the dropped rows, which attend to the carried ones' keys and values; return their own."""
@@ -254,7 +254,7 @@ class LayerRun:
 
     def _remember(self, own: KeysValues | None) -> KeysValues:
         if own is None:
-            raise UnsupportedError(f"{self.layer.name} wrote no keys and values to the cache")
+            raise UnsupportedError(f"token selection needs layers that fill the cache; {self.layer.name} does not")
         if self._remembers:
             self.remembered = own
         return own

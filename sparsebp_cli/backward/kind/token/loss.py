@@ -29,7 +29,7 @@ def check_loss(model: nn.Module) -> None:
     if not has_causal_loss(model):
         function = loss_function_of(model)
         name = getattr(function, "__name__", repr(function))
-        raise UnsupportedError(f"token selection supports transformers' ForCausalLMLoss only, but the model has {name}")
+        raise UnsupportedError(f"token selection supports only transformers' ForCausalLMLoss; the model uses {name}")
 
 
 def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, object]) -> None:
@@ -54,7 +54,7 @@ def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, ob
     if not torch.isclose(output.loss.float(), expected.float(), rtol=0.02):
         raise UnsupportedError(
             f"token selection supports only ForCausalLMLoss, but the forward of {type(model).__name__} computes "
-            f"another loss ({float(output.loss):.4g} for logits of which ForCausalLMLoss is {float(expected):.4g})"
+            f"another loss: {float(output.loss):.4g} where ForCausalLMLoss gives {float(expected):.4g}"
         )
 
 

@@ -73,9 +73,9 @@ def read_choice(
     parts = _download(target_BT, real_BT, choice.trained_BT, choice.carries_BT)
     target, real, trained, carries = (part.bool() for part in parts)
     if (trained & ~target).any():
-        raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions without a label")
+        raise UsageError(f"trained_BT selects {int((trained & ~target).sum())} positions that have no label")
     if (trained & ~carries).any():
-        raise UsageError(f"{int((trained & ~carries).sum())} trained positions are not in carries_BT")
+        raise UsageError(f"carries_BT lacks {int((trained & ~carries).sum())} positions of trained_BT: include them")
     # A four-dimensional mask from the user may allow anything.
     attends_later = (trained & ~real).any(1, keepdim=True) & spreads
     return PositionMask(target, real, trained, carries, attends_later | (mask is not None and mask.dim() == 4))
