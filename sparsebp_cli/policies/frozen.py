@@ -74,12 +74,12 @@ class Frozen(ParameterSelector):
     @model_validator(mode="after")
     def _means_something(self) -> Self:
         if self.train is not None and self.freeze is not None:
-            raise ValueError("give either train or freeze: train already freezes all parameters that it does not name")
+            raise ValueError("give only one of train and freeze: train freezes all parameters that it does not name")
         if not self.train and not self.freeze and self.turn is None:
-            raise ValueError("give train, freeze or turn: without them nothing is frozen")
+            raise ValueError("give one of the options train, freeze and turn: otherwise nothing is frozen")
         for option in ("order", "every", "at_once", "optimizer_state"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
-                raise ValueError(f"{option} needs turn: layers")
+                raise ValueError(f"{option} needs 'turn: layers'")
         return self
 
     @property
@@ -104,7 +104,7 @@ class Frozen(ParameterSelector):
             return chosen
         layers = _layers(parameters, chosen)
         if not layers:
-            raise PolicyError("turn: layers needs a transformer layer with a trained parameter")
+            raise PolicyError("'turn: layers' needs a transformer layer with a trained parameter")
         resting = set(layers) - find_in_turn(layers, self.order, self.every, self.at_once, step)
         return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
 

@@ -37,7 +37,7 @@ def match(option: str, patterns: Sequence[str], parameters: Iterable[Parameter])
         if not matched:
             near = dict.fromkeys(place for names in known.values() for each in names for place in _places(each))
             hint = "" if _is_regex(pattern) else did_you_mean(pattern, near)
-            raise PolicyError(f"{option}: '{pattern}' matches no parameter that the model would train{hint}")
+            raise PolicyError(f"{option}: '{pattern}' matches no trainable parameter of the model{hint}")
         found |= matched
     return found
 

@@ -50,10 +50,10 @@ class StructuredSelector(GradientSelector):
         places = _PLACES.get(self.along, ("batch",))
         if self.within not in places:
             raise ValueError(
-                f"within: {self.within} is not allowed with along: {self.along}; allowed: {', '.join(places)}"
+                f"'within: {self.within}' is not allowed with 'along: {self.along}'; allowed: {', '.join(places)}"
             )
         if self.along == "2:4" and self.keep not in (0.5, 1.0):
-            raise ValueError(f"along: 2:4 keeps half, so keep must be 0.5, or 1.0 for dense, got {self.keep}")
+            raise ValueError(f"with 'along: 2:4', keep must be 0.5 (two of four), or 1.0 for dense, got {self.keep}")
         return self
 
     @property

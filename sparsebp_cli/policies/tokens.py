@@ -61,9 +61,9 @@ class SelectedTokens(ScoredTokenSelector):
     def _has_budget(self) -> Self:
         if self.score == "mask" and (self.keep is not None or self.within != "batch"):
             name = "within" if self.keep is None else "keep"
-            raise ValueError(f"score: mask trains all marked tokens: leave out {name}")
+            raise ValueError(f"'score: mask' trains all marked tokens: leave out {name}")
         if self.score != "mask" and self.keep is None:
-            raise ValueError(f"score: {self.score} needs keep, a fraction in (0, 1]")
+            raise ValueError(f"'score: {self.score}' needs keep, a fraction in (0, 1]")
         if self.score == "excess" and self.reference is None:
             raise ValueError("'score: excess' needs the option reference, the name or path of a model")
         return self

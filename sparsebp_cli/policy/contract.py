@@ -65,8 +65,8 @@ class Site:
         """
         if self.unknown:
             raise UnsupportedError(
-                f"within: example needs the example of each row, which is unknown at {self.name!r}: "
-                f"{self.unknown}; exclude this module, or set within: batch"
+                f"'within: example' needs the example of each row, which is unknown at {self.name!r}: "
+                f"{self.unknown}; exclude this module, or set 'within: batch'"
             )
         return self.batch_shape[0] if len(self.batch_shape) > 1 else 1
 

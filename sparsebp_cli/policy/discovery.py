@@ -166,7 +166,7 @@ def _make_one(policy: PolicyLike) -> Policy:
     options = dict(policy)
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise PolicyError(f"the mapping of a policy needs the key name, got {dict(policy)!r}")
+        raise PolicyError(f"the mapping of a policy needs the key 'name', got {dict(policy)!r}")
     return make_policy(name, **options)
 
 

@@ -45,9 +45,12 @@ def test_a_layer_that_the_model_has_not_is_refused() -> None:
             "unknown key 'error_feedback'",
         ),
         ({"name": "topk", "keep": 0.5, "keep_warmup_steps": 3}, "unknown key 'keep_warmup_steps'"),
-        ({"name": "topk", "keep": 0.25, "along": "2:4"}, r"keep must be 0.5, or 1.0 for dense, got 0.25"),
-        ({"name": "topk", "keep": 0.5, "along": "columns", "within": "example"}, "is not allowed with along: columns"),
-        ({"name": "random", "keep": 0.5, "within": "row"}, "within: row is not allowed with along: rows"),
+        ({"name": "topk", "keep": 0.25, "along": "2:4"}, r"or 1.0 for dense, got 0.25"),
+        (
+            {"name": "topk", "keep": 0.5, "along": "columns", "within": "example"},
+            "is not allowed with 'along: columns'",
+        ),
+        ({"name": "random", "keep": 0.5, "within": "row"}, "'within: row' is not allowed with 'along: rows'"),
         ({"name": "topk", "keep": 0.5, "block": [0, 4]}, "must be"),
     ],
 )

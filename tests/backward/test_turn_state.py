@@ -132,5 +132,5 @@ def test_independent_draws_train_each_layer_in_its_share_of_the_turns() -> None:
 
 
 def test_dropping_state_needs_turns() -> None:
-    with pytest.raises(PolicyError, match="optimizer_state needs turn: layers"):
+    with pytest.raises(PolicyError, match="optimizer_state needs 'turn: layers'"):
         make_policy("frozen", freeze=["*norm*"], optimizer_state="drop")

@@ -59,10 +59,10 @@ def test_a_pattern_names_parameters_modules_and_shared_ones_by_any_name(pattern,
 
 def test_a_pattern_that_matches_nothing_is_an_error_with_a_hint() -> None:
     with pytest.raises(
-        PolicyError, match=r"train: 'model.layer.3' matches no parameter .* did you mean model.layers.3"
+        PolicyError, match=r"train: 'model.layer.3' matches no trainable parameter .* did you mean model.layers.3"
     ):
         chosen(train=["model.norm", "model.layer.3"])
-    with pytest.raises(PolicyError, match=r"freeze: '/layers\\\.9/' matches no parameter that the model would train$"):
+    with pytest.raises(PolicyError, match=r"freeze: '/layers\\\.9/' matches no trainable parameter of the model$"):
         chosen(freeze=["/layers\\.9/"])
     with pytest.raises(PolicyError, match="freeze: the patterns match all parameters"):
         chosen(freeze=["model"])
@@ -71,11 +71,11 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_a_hint() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "give train, freeze or turn: without them nothing is frozen"),
-        ({"train": [], "turn": None}, "give train, freeze or turn"),
-        ({"train": ["a"], "freeze": ["b"]}, "give either train or freeze"),
-        ({"train": ["a"], "every": 3}, "every needs turn: layers"),
-        ({"train": ["a"], "order": "random"}, "order needs turn: layers"),
+        ({}, "give one of the options train, freeze and turn: otherwise nothing is frozen"),
+        ({"train": [], "turn": None}, "give one of the options train, freeze and turn"),
+        ({"train": ["a"], "freeze": ["b"]}, "give only one of train and freeze"),
+        ({"train": ["a"], "every": 3}, "every needs 'turn: layers'"),
+        ({"train": ["a"], "order": "random"}, "order needs 'turn: layers'"),
         ({"train": ["/(/"]}, "is not a regular expression"),
         ({"train": [""]}, "train"),
     ],

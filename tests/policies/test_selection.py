@@ -142,7 +142,7 @@ def test_two_of_every_four_neighbours_are_kept() -> None:
     [
         ({"along": "columns", "within": "example"}, "allowed: batch$|allowed: batch "),
         ({"along": "rows", "within": "row"}, "allowed: batch, example"),
-        ({"along": "2:4", "keep": 0.25}, "along: 2:4 keeps half, so keep must be 0.5"),
+        ({"along": "2:4", "keep": 0.25}, "with 'along: 2:4', keep must be 0.5"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], says: str) -> None:

@@ -103,8 +103,8 @@ def test_the_mask_speaks_of_tokens_and_is_heeded_where_they_are_predicted() -> N
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"score": "loss"}, "score: loss needs keep"),
-        ({"score": "mask", "keep": 0.5}, "score: mask trains all marked tokens: leave out keep"),
+        ({"score": "loss"}, "'score: loss' needs keep"),
+        ({"score": "mask", "keep": 0.5}, "'score: mask' trains all marked tokens: leave out keep"),
         ({"score": "mask", "within": "example"}, "leave out within"),
         ({"score": "excess", "keep": 0.5}, "score: excess. needs the option reference"),
         ({"score": "loss", "keep": 0.5, "reference": "austen-llama"}, "reference has no effect with the other options"),

@@ -39,7 +39,7 @@ def refuse(
         ("topk", PolicyError, "policy 'topk': keep: missing"),
         (["topp"], PolicyError, "unknown policy 'topp'.*did you mean topk"),
         ([{**ROWS, "keep": 1.5}], PolicyError, "policy 'topk': keep: .*1.5"),
-        ([{"keep": 0.5}], PolicyError, "needs the key name"),
+        ([{"keep": 0.5}], PolicyError, "needs the key 'name'"),
         ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
         ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "make the same decision"),
     ],

@@ -161,7 +161,7 @@ def test_a_pattern_that_matches_nothing_ends_the_run_with_a_hint(tiny_recipe, pr
     run = prepared(tiny_recipe(policy=[{"name": "frozen", "freeze": ["model.layer.0"]}]))
     assert work(run) == 2
     text = History.load(run.path).ends[-1]["text"]
-    assert "freeze: 'model.layer.0' matches no parameter that the model would train" in text
+    assert "freeze: 'model.layer.0' matches no trainable parameter of the model" in text
     assert "did you mean model.layers.0?" in text
 
 
