@@ -58,7 +58,7 @@ Member = tuple[str, bytes]  # name in the archive, content
 def check_archive_path(path: Path) -> None:
     """Raise ``UsageError`` if the path cannot be that of an archive."""
     if not path.name.endswith(ENDINGS):
-        raise UsageError(f"an archive is a {' or '.join(ENDINGS)} file, got {str(path)!r}")
+        raise UsageError(f"the name of an archive must end in {' or '.join(ENDINGS)}, got {str(path)!r}")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
 
@@ -167,5 +167,5 @@ class _Limited(gzip.GzipFile):
         data = super().read(size)
         self.taken += len(data)
         if self.taken > LARGEST_BYTES:
-            raise UsageError(f"an archive may unpack to {LARGEST_BYTES / 2**30:g} GiB, this one has more")
+            raise UsageError(f"an archive may unpack to at most {LARGEST_BYTES / 2**30:g} GiB, got more")
         return data

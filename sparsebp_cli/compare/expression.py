@@ -85,7 +85,7 @@ class _Parser:
         self.depth += 1
         # Each bracket costs several calls, so many of them would end in a RecursionError.
         if self.depth > DEEPEST:
-            raise UsageError(f"{self.option}: conditions may be nested at most {DEEPEST} deep")
+            raise UsageError(f"{self.option}: brackets may be nested at most {DEEPEST} deep")
         if self._take("word", "not"):
             test = _negate(self._factor())
         elif self._take("sign", "("):

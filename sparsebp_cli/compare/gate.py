@@ -112,7 +112,7 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
         named += [label] if label else []
     plain = sum(":" not in name for name in condition.names)
     if named and plain:
-        raise UsageError("--fail-if: write 'GROUP:' before every number or before no number")
+        raise UsageError("--fail-if: write 'GROUP:' before every name, as in 'topk:eval/loss.mean', or before none")
     return named
 
 

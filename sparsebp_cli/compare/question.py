@@ -60,7 +60,7 @@ def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str
     if len(named) > 1:
         choices = ", ".join(labels[group] for group in named)
         raise UsageError(
-            f"--baseline {wanted!r} names {len(named)} groups, which differ in their recipes: use {choices}"
+            f"--baseline {wanted!r} names {len(named)} groups with different recipes: name one of {choices}"
         )
     if named:
         return named[0]
@@ -120,7 +120,7 @@ def choose_way(question: Question, metric: str, known: Metric | None = None) -> 
     unknown. Raise ``UsageError`` if the option contradicts a declaration, or a question needs a direction."""
     ours = known.better if known is not None else ""
     if ours and question.better and question.better != ours:
-        raise UsageError(f"--better: {metric} is better when {ours}, got {question.better!r}")
+        raise UsageError(f"--better must be {ours} for {metric}, got {question.better!r}")
     way = question.better or ours
     if question.margin is not None and not way:
         raise UsageError(f"--margin: cannot tell from {metric!r} if higher is better: add --better lower or higher")

@@ -21,7 +21,7 @@ ROUNDING = 0.005  # of the metric's value: mean effect over seeds of an exact po
 # The same for one seed: 1.7 % was seen after 220 steps, with a gradient error of 4e-7 (docs/results/fast.json).
 ROUNDING_OF_A_SEED = 0.025
 SAME_MEMORY = 5e-4  # a smaller change of memory prints as 0.0 %
-SURVIVORS = "of the seeds that did not diverge"
+SURVIVORS = "for the seeds whose runs did not diverge"
 BY = {"steps": "FLOPs, update included", "probe": "timed in turns", "flops": "FLOPs counted"}  # source of a cost
 STEP_RATIO = f"{names.STEP_SECONDS.name}.ratio"
 

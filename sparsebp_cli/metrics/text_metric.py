@@ -80,7 +80,7 @@ class TextMetric:
             raise DataError(f"metric {name!r} fails: {type(error).__name__}: {text}") from error
         if values.keys() != self.figures.keys():
             raise DataError(
-                f"metric {name!r} must return {', '.join(self.figures)}, got {', '.join(values) or 'nothing'}"
+                f"metric {name!r} must return values of {', '.join(self.figures)}, got {', '.join(values) or 'none'}"
             )
         for key, value in values.items():
             if not math.isfinite(value):
@@ -120,8 +120,8 @@ class TextMetric:
             mean = math.fsum(found[key]) / len(found[key])
             if not math.isclose(mean, whole[key], rel_tol=1e-6, abs_tol=1e-9):
                 raise DataError(
-                    f"metric {name!r} declares {key} as the mean of one value per text: the mean is {mean:.6g}, "
-                    f"but the metric gives {whole[key]:.6g} for all texts together"
+                    f"metric {name!r} declares {key} as a mean over texts, but the mean over single texts is "
+                    f"{mean:.6g}, and all texts together give {whole[key]:.6g}: these must be equal"
                 )
         return found
 
@@ -168,12 +168,12 @@ def find_text_metric(name: str) -> TextMetric:
         text = str(error).partition("\n")[0]
         raise UsageError(f"{broken}: {type(error).__name__}: {text}") from None
     if not isinstance(metric, TextMetric):
-        raise UsageError(f"{broken}: {entry.value} is no TextMetric")
+        raise UsageError(f"{broken}: {entry.value} must be a TextMetric")
     for figure, declared in metric.figures.items():
         if not FIGURE_NAME.fullmatch(figure):
             raise UsageError(f"{broken}: {figure!r} must be lower-case letters, digits and underscores")
         if declared.better not in ("lower", "higher"):
             raise UsageError(f"{broken}: {figure}: better must be lower or higher, got {declared.better!r}")
     if not metric.figures:
-        raise UsageError(f"{broken}: it declares no figure")
+        raise UsageError(f"{broken}: the metric must declare at least one figure")
     return metric

@@ -103,7 +103,9 @@ def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
         store.open_archive(tmp_path / "pipe.tgz")
 
 
-@pytest.mark.parametrize(("name", "says"), [("a.zip", "an archive is a .tar.gz"), ("no/a.tgz", "there is no folder")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("a.zip", "an archive must end in .tar.gz"), ("no/a.tgz", "there is no folder")]
+)
 def test_a_place_for_no_archive_is_refused(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         store.write_archive(tmp_path / name, [])
@@ -134,7 +136,7 @@ def test_a_link_in_an_archive_is_not_followed(tmp_path: Path) -> None:
 def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "LARGEST_BYTES", 2**24)
     path = write_tar(tmp_path / "a.tar.gz", **{"runs/a/other": bytes(2**24 + 2**20)})
-    with pytest.raises(UsageError, match=r"may unpack to 0\.015625 GiB, this one has more"):
+    with pytest.raises(UsageError, match=r"may unpack to at most 0\.015625 GiB, got more"):
         store.open_archive(path)
 
 

@@ -121,7 +121,7 @@ def test_what_a_run_does_not_have_is_neither_true_nor_false(runs: list[RunFolder
         ("= 3", "expected a name, got '='"),
         ("", "expected a name, got the end"),
         ("name='x", 'cannot read "\'x"'),
-        ("(" * 30 + "seed=0" + ")" * 30, "conditions may be nested at most 20 deep"),
+        ("(" * 30 + "seed=0" + ")" * 30, "brackets may be nested at most 20 deep"),
         ("seed=0 or " * 60 + "seed=0", "at most 500 characters"),
     ],
 )

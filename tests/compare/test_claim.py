@@ -166,7 +166,7 @@ def test_the_gate_does_not_open_where_runs_diverged(make_run: MakeRun) -> None:
     quality = of(found, "p").find("quality")
     assert quality is not None
     assert quality.outcome == "no statement"  # better, of the seeds that are left because they did not diverge
-    assert of(found, "p").verdict.startswith("of the seeds that did not diverge, eval/loss differs by -0.0997")
+    assert of(found, "p").verdict.startswith("for the seeds whose runs did not diverge, eval/loss differs by -0.0997")
 
 
 def test_a_run_that_ended_because_its_loss_was_no_number_diverged(make_run: MakeRun) -> None:

@@ -52,7 +52,7 @@ def test_the_declared_direction_decides_and_no_word_of_the_name(runs: list[RunFo
 
 def test_an_option_against_the_declaration_and_two_declarations_are_refused(make_run: MakeRun) -> None:
     one = make(make_run, "dense", 0, 1.0)
-    with pytest.raises(UsageError, match="eval/solved_error is better when higher, got 'lower'"):
+    with pytest.raises(UsageError, match="--better must be higher for eval/solved_error, got 'lower'"):
         compare_runs([one], Question(metric="eval/solved_error", better="lower"))
     turned = {"eval/solved_error": {"unit": "tasks", "better": "lower"}}
     other = make_run("dense", 1, facts={"metrics": turned}, metrics={"eval/solved_error": 1.0})

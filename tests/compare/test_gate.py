@@ -73,7 +73,7 @@ def test_every_group_but_the_baseline_is_asked(make_run: MakeRun) -> None:
             r"no number is called 'eval/loss.delta.hi', allowed: .*did you mean eval/loss.delta",
         ),
         ("nobody:eval/loss.mean > 1", "no group is called 'nobody'; the groups are dense, topk-rows"),
-        ("dense:eval/loss.mean > 1 and eval/loss.mean > 1", "write 'GROUP:' before every number or before no number"),
+        ("dense:eval/loss.mean > 1 and eval/loss.mean > 1", "write 'GROUP:' before every name"),
         ("eval/loss.delta.high", "expected one of"),
     ],
 )

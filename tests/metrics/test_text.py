@@ -111,7 +111,7 @@ def test_every_metric_that_ships_declares_what_it_returns() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ({"other": 1.0}, "must return pass_rate, got other"),
+        ({"other": 1.0}, "must return values of pass_rate, got other"),
         ({"pass_rate": float("nan")}, "must return finite numbers, got nan for pass_rate"),
         (3, "fails: TypeError"),
     ],
@@ -145,7 +145,7 @@ def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
     metric = TextMetric(compute, {"longest": Figure("lower", is_mean=True)})
     with pytest.raises(
         DataError,
-        match="one value per text: the mean is 3, but the metric gives 4 for all texts together",
+        match="over single texts is 3, and all texts together give 4",
     ):
         metric.measure_each("mine", ["four", "ab"], ["", ""], {"row": [1, 2]})
 
@@ -153,10 +153,10 @@ def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
 @pytest.mark.parametrize(
     ("offered", "message"),
     [
-        (len, "is no TextMetric"),
+        (len, "must be a TextMetric"),
         (TextMetric(len, {"Pass@1": Figure("higher")}), "'Pass@1' must be lower-case"),  # type: ignore[arg-type]
         (TextMetric(len, {"one": Figure("up")}), "better must be lower or higher, got 'up'"),  # type: ignore[arg-type]
-        (TextMetric(len, {}), "declares no figure"),  # type: ignore[arg-type]
+        (TextMetric(len, {}), "must declare at least one figure"),  # type: ignore[arg-type]
     ],
 )
 def test_a_broken_entry_is_refused(monkeypatch: pytest.MonkeyPatch, offered: object, message: str) -> None:
