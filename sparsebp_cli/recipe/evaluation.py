@@ -46,7 +46,7 @@ def declare_generated(recipe: Recipe) -> dict[str, Metric]:
                 full = f"{prefix}{figure}"
                 if full in METRICS or full in found:
                     raise UsageError(
-                        f"two metrics of this run log {figure}, {name!r} and another: leave one of them out"
+                        f"{name!r} and another metric of this run both log {figure}: leave one of them out"
                     )
                 found[full] = Metric(full, declared.unit, declared.better)
     return found

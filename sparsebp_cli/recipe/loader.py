@@ -160,7 +160,7 @@ def _read_base(file: Path, base: Node) -> Node:
     assert isinstance(tree.content, dict)
     if "base" in tree.content:
         place = tree.content["base"].key_place or tree.place
-        raise place.error("the recipe in base must not have the key base itself", "base")
+        raise place.error("a base recipe must not have a base of its own: remove this key", "base")
     tree.content.pop("name", None)
     return tree
 

@@ -203,7 +203,7 @@ class ModelSection(Section):
         if self.name is not None and self.config is not None:
             raise ValueError("give either name or config, not both")
         if self.config is not None and "model_type" not in self.config:
-            raise ValueError("config needs the key model_type, such as llama")
+            raise ValueError("config needs the key model_type, as in 'model_type: llama'")
         if self.config is not None and self.tokenizer is None:
             raise ValueError("a model from config has no tokenizer: also give model.tokenizer")
         return self
@@ -319,14 +319,14 @@ class DatasetSection(Section):
                 raise _error_at(
                     ("columns", key),
                     value,
-                    "must be one name, got a list; lists are allowed only for system, user and assistant, without "
-                    "messages, and with two names for text of format classification",
+                    "must be one name, got a list; only system, user and assistant may have lists, and only if the key "
+                    "messages is not set; text may have two names with 'format: classification'",
                 )
         if "messages" not in self.columns and ("user" in self.columns) != ("assistant" in self.columns):
             raise _error_at(
                 ("columns",),
                 self.columns,
-                "got only one of user and assistant: give both to name columns; to name roles, also give messages",
+                "got only one of the keys user and assistant: give both (columns), or add the key messages (roles)",
             )
         if self.format != "chat" and self.train_on not in ("assistant", "all" if self.format == "completion" else ""):
             raise ValueError(f"train_on: {self.train_on} needs 'format: chat', got 'format: {self.format}'")
@@ -366,7 +366,7 @@ def _refuse_float16(value: object) -> object:
     if value == "fp16":
         raise ValueError(
             "got 'fp16', allowed: no, bf16; recipes have no loss scaler, which float16 needs; for float16, write your "
-            "own loop (guide, library)"
+            "own loop (see library.md of the guide)"
         )
     return value
 
@@ -499,7 +499,7 @@ class TrainingSection(Section):
                 limit = f" and below {most:g}" if most < math.inf else ""
                 raise ValueError(f"lr_scheduler_kwargs.{name}: must be at least 0{limit}, got {value:g}")
         if kind == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
-            raise ValueError("lr_scheduler_type: cosine_with_min_lr needs lr_scheduler_kwargs: min_lr or min_lr_rate")
+            raise ValueError("cosine_with_min_lr needs exactly one of min_lr and min_lr_rate in lr_scheduler_kwargs")
         return self
 
 

@@ -82,7 +82,7 @@ def read_bounded(file: Path, largest: int) -> bytes:
     with open_regular(file) as stream:
         content = stream.read(largest + 1)
     if len(content) > largest:
-        raise ValueError(f"it has more than {largest} bytes")
+        raise ValueError(f"the file has more than {largest} bytes")
     return content
 
 
@@ -92,7 +92,7 @@ def read_json(file: Path, largest: int) -> Any:
     try:
         return json.loads(read_bounded(file, largest))
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
@@ -150,4 +150,4 @@ class _CountedInfo(tarfile.TarInfo):
 
 
 def _refuse_holes() -> NoReturn:
-    raise BudgetError("a member is a sparse file, which is refused")
+    raise BudgetError("sparse files (files with holes) are not allowed in an archive")

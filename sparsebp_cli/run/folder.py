@@ -228,7 +228,7 @@ def _check_policies(policies: object) -> None:
         raise TypeError(f"recipe.policy is {str(policies)[:100]!r}")
     for entry in policies:
         if not isinstance(entry["name"], str):
-            raise TypeError(f"recipe.policy has the name {str(entry['name'])[:100]!r}")
+            raise TypeError(f"recipe.policy: a name must be text, got {str(entry['name'])[:100]!r}")
 
 
 def home() -> Path:
@@ -352,6 +352,6 @@ def match_word(
     if len(prefixed) == 1:
         return [ids[prefixed[0]]]
     if prefixed:
-        raise RunNotFoundError(f"{word} is not unique: {', '.join(prefixed[:5])}")
+        raise RunNotFoundError(f"{word} matches several runs: {', '.join(prefixed[:5])}")
     near = did_you_mean(word, [*ids, *filter(None, map(name_of, runs))])
     raise RunNotFoundError(f"no run matches {word!r} in {place}{near}; `sparsebp runs` lists the runs of this machine")

@@ -49,7 +49,7 @@ def digest(file: Path) -> str:
     with open_regular(file) as opened:
         found = os.fstat(opened.fileno())
         if found.st_size - found.st_blocks * 512 > MOST_HOLES:
-            raise OSError(f"{file} is a sparse file, which is refused")
+            raise OSError(f"{file} is a sparse file (a file with holes), which is not allowed")
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

@@ -70,7 +70,7 @@ def test_an_error_in_the_base_names_the_base(refuse: Refuse) -> None:
 
 def test_a_base_has_no_base_and_no_recipe_is_its_own(refuse: Refuse) -> None:
     Path("b.yaml").write_text("base: c.yaml\n")
-    expected = "b.yaml:1:1: base: the recipe in base must not have the key base itself"
+    expected = "b.yaml:1:1: base: a base recipe must not have a base of its own: remove this key"
     assert refuse("base: b.yaml\n") == expected
     assert refuse("base: r.yaml\n") == expected.replace("b.yaml", "r.yaml")
 

@@ -177,7 +177,7 @@ def test_a_name_that_no_run_answers_to_is_one_helpful_line(word, says) -> None:
 def test_a_prefix_of_two_runs_names_both() -> None:
     for run_id in ("aaa111", "aaa222"):
         write_plan(create_run(run_id), "x", 0.0)
-    with pytest.raises(RunNotFoundError, match="not unique: aaa222, aaa111"):
+    with pytest.raises(RunNotFoundError, match="matches several runs: aaa222, aaa111"):
         find_run("aaa")
 
 

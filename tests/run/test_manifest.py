@@ -99,4 +99,4 @@ def test_a_manifest_that_never_ends_is_damage(folder: Path, odd: str) -> None:
 def test_a_file_of_holes_is_not_read(folder: Path) -> None:
     with (folder / "weights").open("r+b") as opened:
         opened.truncate(1 << 40)
-    assert "is a sparse file, which is refused" in manifest.find_damage(folder)
+    assert "is a sparse file (a file with holes), which is not allowed" in manifest.find_damage(folder)

@@ -181,7 +181,7 @@ def test_a_conversation_is_continued_behind_the_header_of_the_last_turn(tiny_fol
         ),
         (
             "dataset: {name: cmudict, format: completion}\nmeasure: {generate: {metrics: [wer, wer]}}",
-            r"two metrics of this run log wer, 'wer' and another: leave one of them out",
+            r"'wer' and another metric of this run both log wer: leave one of them out",
         ),
         (
             "dataset: {name: cmudict, format: completion}\nmeasure: {generate: {}}\ncheckpoint: {keep_best: eval/cer}",
