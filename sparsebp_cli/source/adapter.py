@@ -32,7 +32,7 @@ def find_adapter(name: str, base: str | None = None) -> Path:
     folder = source if (source / CONFIG).is_file() else source / INSIDE
     if not (folder / CONFIG).is_file():
         raise DataError(
-            f"{name}: must be the folder of a peft adapter, but has no {CONFIG}, nor has its folder {INSIDE}"
+            f"{name}: must be the folder of a peft adapter, but neither it nor its folder {INSIDE} has {CONFIG}"
         )
     if base is not None and find_source(base, MODELS) == folder.parent:
         raise DataError(
@@ -57,5 +57,5 @@ def read_adapter(folder: Path) -> Mapping[str, object]:
         raise DataError(f"{folder / CONFIG}: peft_type must be one of {allowed}, got {shorten(kind)!r}")
     for key in LEADING:
         if content.get(key):
-            raise DataError(f"{folder / CONFIG}: {key} is refused, because peft would import or read what it names")
+            raise DataError(f"{folder / CONFIG}: {key} is not allowed, because peft would import or read that")
     return content

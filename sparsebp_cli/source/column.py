@@ -33,10 +33,10 @@ def read_texts(rows: Rows, column: str, *, may_be_empty: bool = False) -> list[s
     for row, value in zip(rows, read_column(rows, column), strict=True):
         kind = _find_kind(value)
         if value is None or _is_nan(value) or (value == "" and not may_be_empty):
-            raise DataError(f"{row.place}: column {column!r} has no text")
+            raise DataError(f"{row.place}: column {column!r} must contain text, got none")
         if kind is None:
             got = "bytes" if isinstance(value, bytes) else describe_kind(value)
-            raise DataError(f"{row.place}: column {column!r} must be text, got {got}")
+            raise DataError(f"{row.place}: column {column!r} must contain text, got {got}")
         _refuse_change(row, column, kind, kinds)
         texts.append(str(value).lower() if kind == "a boolean" else str(value))  # as JSON writes it
     return texts
@@ -50,10 +50,10 @@ def read_labels(rows: Rows, column: str) -> list[str]:
     for row, value in zip(rows, read_column(rows, column), strict=True):
         kind = _find_kind(value)
         if value is None or _is_nan(value) or value == "":
-            raise DataError(f"{row.place}: column {column!r} has no label")
+            raise DataError(f"{row.place}: column {column!r} must contain a label, got none")
         if kind is None or (isinstance(value, float) and not value.is_integer()):
             raise DataError(
-                f"{row.place}: column {column!r} must be a name, a whole number or a boolean, got "
+                f"{row.place}: column {column!r} must contain a name, a whole number or a boolean, got "
                 f"{describe_kind(value)}"
             )
         _refuse_change(row, column, kind, kinds)
@@ -123,7 +123,7 @@ def _is_nan(value: object) -> bool:
 def _refuse_change(row: Row, column: str, kind: str, kinds: set[str]) -> None:
     if kinds and kind not in kinds:
         before = next(iter(kinds))
-        raise DataError(f"{row.place}: column {column!r} is {kind} here, but {before} in earlier rows")
+        raise DataError(f"{row.place}: the value in column {column!r} is {kind}, but {before} in earlier rows")
     kinds.add(kind)
 
 

@@ -169,7 +169,7 @@ def read_messages(
     value = _parse_list(value)
     if not isinstance(value, list) or not value:
         got = "nothing" if value is None else "an empty list" if value == [] else show_with_type(value)
-        raise DataError(f"{row.place}: column {column!r} must be a list of messages, got {got}")
+        raise DataError(f"{row.place}: column {column!r} must contain a list of messages, got {got}")
     role_key, content_key = str(columns.get("role", "role")), str(columns.get("content", "content"))
     names = {str(columns[role]): role for role in NAMED_ROLES if role in columns}
     messages = []
@@ -177,7 +177,7 @@ def read_messages(
         place = f"{row.place}: column {column!r}, message {number}"
         if not isinstance(given, Mapping):
             raise DataError(
-                f"{place}: must be a mapping with {role_key} and {content_key}, got {show_with_type(given)}"
+                f"{place}: must be a mapping with the keys {role_key} and {content_key}, got {show_with_type(given)}"
             )
         # Table readers fill missing fields with nulls, which templates would write as None.
         message = {str(key): part for key, part in given.items() if part is not None}
@@ -190,7 +190,7 @@ def read_messages(
                 else ""
             )
             raise DataError(
-                f"{place}: has no key {role_key!r}; it has {', '.join(map(shorten, message)) or 'nothing'}{hint}"
+                f"{place}: needs the key {role_key!r}, got {', '.join(map(shorten, message)) or 'no keys'}{hint}"
             )
         role = message.pop(role_key)
         role = names.get(str(role), role)
@@ -199,7 +199,7 @@ def read_messages(
         content = message.pop(content_key, None)
         if content is None and not message.keys() - {"weight"}:
             text = (
-                f"key {content_key!r} must be text, got null" if content_key in given else f"has no key {content_key!r}"
+                f"key {content_key!r} must be text, got null" if content_key in given else f"{content_key!r} is missing"
             )
             raise DataError(f"{place}: {text}")
         if content is not None and not isinstance(content, str | list):
@@ -239,7 +239,7 @@ def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str
         for name in names:
             value = row.get(name)
             if value is not None and not isinstance(value, str | int | float):
-                raise DataError(f"{row.place}: column {name!r} must be text, got {show_with_type(value)}")
+                raise DataError(f"{row.place}: column {name!r} must contain text, got {show_with_type(value)}")
             parts.append("" if value is None else str(value))
         content = SEPARATOR.join(part for part in parts if part)
         if content:
@@ -275,7 +275,7 @@ def _read_tools(rows: Rows, column: str, *, is_given: bool) -> list[Sequence[obj
             except ValueError as error:
                 raise DataError(f"{row.place}: column {column!r}: not JSON: {error}") from None
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-            raise DataError(f"{row.place}: column {column!r} must be a list of tools, got {show_with_type(tools)}")
+            raise DataError(f"{row.place}: column {column!r} must contain a list of tools, got {show_with_type(tools)}")
         found.append(tools or None)
     return found
 
@@ -293,7 +293,7 @@ def read_template(template: str, folders: Sequence[Path] = ()) -> str:
     places = [folder / template for folder in folders] or [Path(template)]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        raise DataError(f"no file {template}; looked in {', '.join(str(place.parent) for place in places)}")
+        raise DataError(f"no template file {template} in {', '.join(str(place.parent) for place in places)}")
     try:
         text = read_bounded(file, LARGEST_SMALL).decode()
     except (OSError, ValueError) as error:

@@ -37,7 +37,7 @@ def _refuse_code(file: Path, config: Mapping[str, object]) -> None:
     for key, value in config.items():
         is_plain = value is None or isinstance(value, bool | int | float) or value in BUILT_IN.get(key, ())
         if key == "auto_map" or (key.startswith("_") and key not in HARMLESS and not is_plain):
-            raise DataError(f"{file}: refused, because {key!r} can make other code run")
+            raise DataError(f"{file}: {key!r} is not allowed, because it can run code from outside of transformers")
         if isinstance(value, dict):  # the config of a submodel
             _refuse_code(file, value)
 
@@ -57,7 +57,7 @@ def check_files(folder: Path, *, has_tokenizer: bool) -> None:
     """Raise DataError if a folder lacks safetensors weights or, if ``has_tokenizer``, a tokenizer."""
     names = [file.name for file in folder.iterdir()]
     if not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        raise DataError(f"{folder}: no weights in safetensors; it has {', '.join(sorted(names)[:10]) or 'nothing'}")
+        raise DataError(f"{folder}: no weights in safetensors; found {', '.join(sorted(names)[:10]) or 'nothing'}")
     if has_tokenizer:
         check_tokenizer(folder)
 
@@ -68,7 +68,7 @@ def check_tokenizer(folder: Path) -> None:
         raise DataError(f"{folder}: must be a folder with a tokenizer, got a file")
     names = sorted(file.name for file in folder.iterdir())
     if not any(word in name for name in names for word in TOKENIZER_WORDS):
-        raise DataError(f"{folder}: no tokenizer; it has {', '.join(names[:10]) or 'nothing'}")
+        raise DataError(f"{folder}: no tokenizer files; found {', '.join(names[:10]) or 'nothing'}")
 
 
 def refuse_too_long(config: Mapping[str, object], max_seq_length: int) -> None:
@@ -84,8 +84,8 @@ def refuse_mismatch(num_tokens: int, num_rows: int) -> None:
     """Raise DataError if a tokenizer has more tokens (with added ones) than the model's embedding has rows."""
     if num_tokens > num_rows:
         raise DataError(
-            f"the tokenizer has {num_tokens} tokens, but the model's embedding only {num_rows}: give the model's "
-            "tokenizer"
+            f"the tokenizer has {num_tokens} tokens, but the model's embedding has only {num_rows} rows: give the "
+            "model's tokenizer"
         )
 
 

@@ -26,7 +26,7 @@ def find_splits(section: DatasetSection, folders: Sequence[Path] = ()) -> Splits
     Relative paths are searched in the folders in order, by default in the working folder. Raise DataError if the
     dataset is not found, or is a folder with other files than data."""
     if MARK in section.split:
-        raise DataError(f"dataset.split is {section.split!r}: a run with such a key can be compared, but not trained")
+        raise DataError(f"dataset.split is {section.split!r}: a run with this split can be compared, but not trained")
     source = find_source(section.name, DATASETS, folders)
     if callable(source):
         return _of_tables(source(), section.name)
@@ -96,7 +96,7 @@ def _keep_plain(rows: Any, section: DatasetSection) -> Any:
     wanted = {*section.read_columns, section.column("label")}
     kinds = {name: type(feature).__name__ for name, feature in rows.features.items() if not _is_plain(feature)}
     for name in kinds.keys() & wanted:
-        raise DataError(f"column {name!r} must be text, got {kinds[name]}")
+        raise DataError(f"column {name!r} must contain text, got {kinds[name]}")
     return rows.remove_columns(list(kinds))
 
 

@@ -49,7 +49,7 @@ def check_weights(folder: Path, config: Mapping[str, object]) -> None:
     """Raise DataError if a model folder points to other files, or its config asks for a larger model than its weights
     hold."""
     if (folder / "adapter_config.json").exists():
-        raise DataError(f"{folder}: has adapter_config.json, which names another model; give that model instead")
+        raise DataError(f"{folder}: is an adapter (adapter_config.json) of another model; give that model instead")
     check_sidecars(folder)
     shapes = [shape for name in _name_files(folder) for shape in _read_shapes(folder / name)]
     refuse_absurd(config, str(folder / "config.json"))
@@ -71,7 +71,7 @@ def check_sidecars(folder: Path) -> None:
             raise DataError(f"{file}: must have at most {LARGEST_JSON} bytes, got {file.stat().st_size}")
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in _read_object(settings):
-        raise DataError(f"{settings}: refused, because 'auto_map' can make other code run")
+        raise DataError(f"{settings}: 'auto_map' is not allowed, because it can run code from outside of transformers")
 
 
 def refuse_absurd(config: Mapping[str, object], source: str) -> None:
@@ -101,7 +101,7 @@ def _name_files(folder: Path) -> list[str]:
         return [name for name in ("model.safetensors",) if (folder / name).is_file()]
     names = _read_object(index).get("weight_map")
     if not isinstance(names, dict):
-        raise DataError(f"{index}: weight_map must be a mapping of tensors to files")
+        raise DataError(f"{index}: weight_map must map tensor names to file names")
     for name in names.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise DataError(f"{index}: must name only safetensors files in the same folder, got {shorten(str(name))!r}")

@@ -52,9 +52,9 @@ def test_a_role_without_any_of_its_columns_is_refused(tmp_path: Path, name: str)
 
 def test_what_a_row_has_in_the_place_of_messages_is_named(tmp_path: Path) -> None:
     for value, said in (
-        ([], "column 'messages' must be a list of messages, got an empty list"),
+        ([], "column 'messages' must contain a list of messages, got an empty list"),
         ([{"role": "user", "content": None}], "message 0: key 'content' must be text, got null"),
-        ([{"role": "user"}], "message 0: has no key 'content'"),
+        ([{"role": "user"}], "message 0: 'content' is missing"),
     ):
         file = tmp_path / "rows.jsonl"
         file.write_text(json.dumps({"messages": value}) + "\n")

@@ -250,7 +250,7 @@ def test_a_wrong_key_of_adapters_is_one_line(tmp_path: Path, model: str, says: s
     ("changes", "says"),
     [
         ({"peft_type": "XLORA"}, "peft_type must be one of"),
-        ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "megatron_config is refused"),
+        ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "megatron_config is not allowed"),
         (None, "no adapter_model.safetensors"),
         ({}, "auto_map"),
     ],

@@ -169,11 +169,21 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         lines(labelled(["a"] * 150 + [None])),
         LABELS,
-        "a.jsonl, line 151: column 'label' has no label",
+        "a.jsonl, line 151: column 'label' must contain a label, got none",
     ),
-    "empty label": ("a.csv", table(["a", "b", ""]), LABELS, "a.csv, line 4: column 'label' has no label"),
-    "no text": ("a.jsonl", lines([{"text": "the"}] * 30 + [{"other": 1}]), TEXT, "line 31: column 'text' has no text"),
-    "NaN": ("a.json", b'[{"text": "the"}, {"text": NaN}]', TEXT, "a.json, row 2: column 'text' has no text"),
+    "empty label": ("a.csv", table(["a", "b", ""]), LABELS, "a.csv, line 4: column 'label' must contain a label"),
+    "no text": (
+        "a.jsonl",
+        lines([{"text": "the"}] * 30 + [{"other": 1}]),
+        TEXT,
+        "line 31: column 'text' must contain text, got none",
+    ),
+    "NaN": (
+        "a.json",
+        b'[{"text": "the"}, {"text": NaN}]',
+        TEXT,
+        "a.json, row 2: column 'text' must contain text, got none",
+    ),
     "late byte": (
         "a.jsonl",
         lines(labelled("a" * 9000)) + '{"text": "größe"}'.encode("latin-1"),
@@ -186,30 +196,35 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         LABELS,
         "a.jsonl, line 3: not valid Unicode: got half of a surrogate pair",
     ),
-    "late list": ("a.jsonl", lines(labelled([*"ab" * 75, ["a"]])), LABELS, "line 151: column 'label' must be a name"),
+    "late list": (
+        "a.jsonl",
+        lines(labelled([*"ab" * 75, ["a"]])),
+        LABELS,
+        "line 151: column 'label' must contain a name",
+    ),
     "late mapping": (
         "a.jsonl",
         lines([{"text": "the"}] * 150 + [{"text": {"a": 1}}]),
         TEXT,
-        "line 151: column 'text' must be text",
+        "line 151: column 'text' must contain text",
     ),
     "change of type": (
         "a.jsonl",
         lines(labelled([1] * 20 + ["1"])),
         LABELS,
-        "line 21: column 'label' is text here, but a number in earlier rows",
+        "line 21: the value in column 'label' is text, but a number in earlier rows",
     ),
     "half a class": (
         "a.jsonl",
         lines(labelled([0.5, 0.5])),
         LABELS,
-        "line 1: column 'label' must be a name, a whole number",
+        "line 1: column 'label' must contain a name, a whole number",
     ),
     "an infinite class": (
         "a.json",
         b'[{"text": "the", "label": 1.0}, {"text": "film", "label": -Infinity}]',
         LABELS,
-        "row 2: column 'label' must be a name, a whole number",
+        "row 2: column 'label' must contain a name, a whole number",
     ),
     "cut archive": (
         "a.jsonl.gz",
@@ -273,7 +288,7 @@ def test_what_cannot_be_trained_on_is_told_with_file_and_row(tmp_path: Path, tok
 def test_a_row_of_parquet_is_told_by_its_number(tmp_path: Path, tokenizer: Any) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["the film"] * 1500 + [None], "label": [1] * 1501}), file)
-    with pytest.raises(DataError, match=r"a\.parquet, row 1501: column 'text' has no text"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 1501: column 'text' must contain text, got none"):
         build_data(DatasetSection(name=str(file), **LABELS), tokenizer)
 
 

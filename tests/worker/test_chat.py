@@ -263,11 +263,11 @@ def test_other_names_are_read_by_the_mapping_alone(tokenizer: PreTrainedTokenize
         ),
         (
             [{"messages": shared}],
-            "row 1: column 'messages', message 0: has no key 'role'; it has from, value; to read such messages, give",
+            "row 1: column 'messages', message 0: needs the key 'role', got from, value; to read such messages, give",
         ),
         ([{"messages": [{"role": "human", "content": "x"}]}], "unknown role 'human'.*user: human"),
-        ([{"messages": "hello"}], "row 1: column 'messages' must be a list of messages, got 'hello'"),
-        ([{"messages": [{"role": "user"}]}], "row 1: column 'messages', message 0: has no key 'content'"),
+        ([{"messages": "hello"}], "row 1: column 'messages' must contain a list of messages, got 'hello'"),
+        ([{"messages": [{"role": "user"}]}], "row 1: column 'messages', message 0: 'content' is missing"),
         ([{"messages": TALK, "tools": "{"}], "column 'tools': not JSON"),
     ):
         with pytest.raises(DataError, match=words):

@@ -145,12 +145,12 @@ CODE = {"AutoConfig": "x.X", "AutoModelForCausalLM": "modeling_evil.M", "AutoTok
 REFUSED: dict[str, tuple[Change, str]] = {
     **{f"pickle {name}": (pickled(name), "safetensors") for name in
        ("pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl", "tf_model.h5", "adapter_model.bin")},
-    "auto_map": (config(auto_map=CODE), "'auto_map' can make other code run"),
-    "auto_map of a part": (config(text_config={"auto_map": CODE}), "'auto_map' can make other code run"),
-    "_attn_implementation": (config(_attn_implementation="a/b"), "'_attn_implementation' can make other code run"),
-    "_commit_hash": (config(_commit_hash="x"), "'_commit_hash' can make other code run"),
-    "_experts_implementation": (config(_experts_implementation="a/b"), "can make other code run"),
-    "auto_map of the tokenizer": (settings("tokenizer_config.json", auto_map=CODE), "'auto_map' can make other code"),
+    "auto_map": (config(auto_map=CODE), "'auto_map' is not allowed"),
+    "auto_map of a part": (config(text_config={"auto_map": CODE}), "'auto_map' is not allowed"),
+    "_attn_implementation": (config(_attn_implementation="a/b"), "'_attn_implementation' is not allowed"),
+    "_commit_hash": (config(_commit_hash="x"), "'_commit_hash' is not allowed"),
+    "_experts_implementation": (config(_experts_implementation="a/b"), "is not allowed"),
+    "auto_map of the tokenizer": (settings("tokenizer_config.json", auto_map=CODE), "'auto_map' is not allowed"),
     "config is a link": (instead("config.json", lambda file: file.symlink_to("/etc/passwd")), "no readable config"),
     "config is a pipe": (instead("config.json", os.mkfifo), "is not a regular file"),
     "config is a folder": (instead("config.json", Path.mkdir), "is not a regular file"),
@@ -197,10 +197,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "index to a number": (indexed(5), "only safetensors files in the same folder"),
     "index is a list": (content(INDEX, "[]"), "must be a JSON object"),
     "deep index": (content(INDEX, DEEP), "must be a JSON object"),
-    "index without a map": (content(INDEX, "{}"), "weight_map must be a mapping"),
+    "index without a map": (content(INDEX, "{}"), "weight_map must map tensor names"),
     "adapter of another model": (
         settings("adapter_config.json", peft_type="LORA", base_model_name_or_path="/etc", auto_mapping={
-            "base_model_class": "M", "parent_library": "modeling_evil"}), "names another model"),
+            "base_model_class": "M", "parent_library": "modeling_evil"}), "of another model"),
     "deep generation config": (content("generation_config.json", DEEP), "RecursionError"),
     "generation config of 1 GiB": (instead("generation_config.json", grow), "at most 268435456 bytes"),
     "odd generation config": (settings("generation_config.json", watermarking_config={"a": 1}), "Watermarking"),
