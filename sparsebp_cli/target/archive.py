@@ -209,7 +209,7 @@ def _append_whole_lines(file: Path, stream: IO[bytes]) -> None:
         rest += chunk
         rest = rest[append_lines(file, rest) :]
         if len(rest) > LONGEST_LINE:
-            raise _refuse("a line of its event log is longer than allowed")
+            raise _refuse(f"a line of the run's event log has more than {LONGEST_LINE} bytes")
 
 
 def _begins_with(stream: IO[bytes], file: Path) -> bool:

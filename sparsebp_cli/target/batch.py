@@ -75,16 +75,16 @@ class SlurmOptions(ContainerOptions):
     @model_validator(mode="after")
     def _consistent(self) -> SlurmOptions:
         if self.host and not self.folder:
-            raise ValueError("host needs folder: a folder for runs on the cluster, which all nodes share")
+            raise ValueError("host needs the key folder: a folder for runs that all nodes of the cluster share")
         if self.requeue and self.timeout_min and self.timeout_min * 60 <= self.warning_seconds:
             raise ValueError(
-                f"warning_seconds: must be below {self.timeout_min * 60}, the time limit (timeout_min: "
-                f"{self.timeout_min}) in seconds; got {self.warning_seconds}"
+                f"warning_seconds must be below the time limit, {self.timeout_min * 60} seconds (timeout_min: "
+                f"{self.timeout_min}), got {self.warning_seconds}"
             )
         if self.nodes > 1:
             check_gpus(self, self.gpus)
         if any("\n" in line or "\r" in line for line in self.setup):
-            raise ValueError("setup: got an item with several lines; write each line as a separate item")
+            raise ValueError("setup: each item must be one line, got an item with several lines")
         return self
 
 

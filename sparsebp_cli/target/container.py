@@ -84,7 +84,7 @@ class DockerOptions(ContainerOptions):
         if self.host and self.context:
             raise ValueError("give either host or context, not both")
         if self.command == "podman" and self.host:
-            raise ValueError("host: for podman, add a connection (podman system connection add) and give it as context")
+            raise ValueError("host is not for podman: run `podman system connection add`, and give its name as context")
         return self
 
 

@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = open_runs(parsed.runs)
         target = make_target(Plan.load(runs[0].plan_file).recipe.target)
         if not isinstance(target, RemoteTarget):
-            raise UsageError(f"{type(target).__name__} has no remote runner")
+            raise UsageError(f"{type(target).__name__} is not a remote target (a subclass of RemoteTarget)")
         dispatcher = Dispatcher(runs, target.engine, max_parallel=parsed.max_parallel, adopt_only=parsed.adopt)
         dispatcher.begin()
     except SparseBPError as error:

@@ -128,7 +128,7 @@ class DockerEngine(TargetEngine):
             self._require_absent(answer)
             if engine_id and self._engine_id() != engine_id:
                 where = f"{self._place} is not the Docker engine on which run {run.run_id} was started"
-                raise UnreachableError(f"{where}: use that engine")
+                raise UnreachableError(f"{where}: connect to that engine again")
             return WorkerStatus(Phase.OVER, text=f"its container is gone from {self._place}", gone=True)
         return _read_state(self._tool.read_json(answer))
 
@@ -214,7 +214,7 @@ class DockerEngine(TargetEngine):
     def _require_absent(self, answer: CommandResult) -> None:
         """Raise ``UnreachableError`` unless the result says that the container does not exist."""
         if not GONE.search(answer.err):
-            raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+            raise UnreachableError(f"{self._place} gave an unexpected answer: {answer.problem}")
 
     def _refused(self, answer: CommandResult) -> RunFailedError:
         return RunFailedError(f"{self._place} refused the run: {answer.problem}")
@@ -224,7 +224,7 @@ class DockerEngine(TargetEngine):
             return ""
         answer = self._run("info", "--format", "{{.ID}}")
         if not ENGINE_ID.fullmatch(answer.text):
-            raise UnreachableError(f"{self._place} does not answer as it should, got {shorten(answer.text)!r}")
+            raise UnreachableError(f"{self._place} gave an unexpected answer: {shorten(answer.text)!r}")
         return answer.text
 
     def _resolve_image(self) -> tuple[str, str]:
@@ -239,7 +239,7 @@ class DockerEngine(TargetEngine):
                 raise RunFailedError(f"{self._place} has no image {image}, and cannot pull it: {pulled.problem}")
             answer = self._run(*words)
         if answer.code != 0:
-            raise RunFailedError(f"{self._place} has no image {image}; load it there, or set target.pull: missing")
+            raise RunFailedError(f"{self._place} has no image {image}: load it there, or set 'target.pull: missing'")
         image_id, _, digests = answer.text.partition(" ")
         return image_id, next(iter(json.loads(digests) or []), "")
 

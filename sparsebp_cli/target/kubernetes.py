@@ -194,7 +194,7 @@ class KubernetesEngine(TargetEngine):
         """Return whether the server lists an API group."""
         answer = self._run("get", "--raw", f"/apis/{group}")
         if answer.code != 0 and not NOT_FOUND.search(answer.err):
-            raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+            raise UnreachableError(f"{self._place} gave an unexpected answer: {answer.problem}")
         return answer.code == 0
 
     def _run(self, *words: str, given: bytes = b"") -> CommandResult:
@@ -210,14 +210,14 @@ class KubernetesEngine(TargetEngine):
             return found
         if NOT_FOUND.search(answer.err):
             return None
-        raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+        raise UnreachableError(f"{self._place} gave an unexpected answer: {answer.problem}")
 
     def _newest_pod(self, run: RunFolder) -> dict[str, Any] | None:
         """Return the newest pod of a run; with several nodes, that of the first node."""
         first = f",{INDEX}=0" if self._options.nodes > 1 else ""
         answer = self._run("get", "pods", "--selector", f"sparsebp.run={run.run_id}{first}", "--output", "json")
         if answer.code != 0:
-            raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+            raise UnreachableError(f"{self._place} gave an unexpected answer: {answer.problem}")
         pods = self._tool.read_json(answer)["items"]
         return max(pods, key=lambda pod: pod["metadata"]["creationTimestamp"]) if pods else None
 
@@ -265,7 +265,7 @@ class KubernetesEngine(TargetEngine):
         # A pod may use its whole grace period to end.
         answer = self._run("delete", kind, name, "--wait=false", "--ignore-not-found")
         if answer.code != 0:
-            raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+            raise UnreachableError(f"{self._place} gave an unexpected answer: {answer.problem}")
 
 
 @final

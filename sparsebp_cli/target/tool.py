@@ -93,7 +93,7 @@ class Tool:
             return json.loads(answer.text)
         except ValueError:
             shown = shorten(answer.text[-200:])
-            raise UnreachableError(f"{self.place} does not answer as it should, got {shown!r}") from None
+            raise UnreachableError(f"{self.place} gave an unexpected answer: {shown!r}") from None
 
     def _wait(self, process: subprocess.Popen[bytes], num_bytes: Callable[[], int]) -> str:
         """Wait for a command to end. Return a problem if it takes or prints too much (a login shell may print for

@@ -199,7 +199,7 @@ class Flusher:
             self._sent.save(self.run.path)
         if found.info.lifecycle_stage == "deleted":
             restore = restore_command(self.uri, "runs", f"--run-id {found.info.run_id}")
-            raise TrackingError(f"run {found.info.run_id} was deleted there; `{restore}` brings it back")
+            raise TrackingError(f"run {found.info.run_id} was deleted in MLflow; `{restore}` restores it")
         return found
 
     def _known_run(self, client: MlflowClient) -> Run | None:

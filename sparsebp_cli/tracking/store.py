@@ -146,7 +146,7 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     if found := client.get_experiment_by_name(name):
         if found.lifecycle_stage == "deleted":  # its name stays taken until `mlflow gc`
             restore = restore_command(uri, "experiments", f"--experiment-id {found.experiment_id}")
-            raise TrackingError(f"the experiment {name!r} was deleted there; `{restore}` brings it back")
+            raise TrackingError(f"the experiment {name!r} was deleted in MLflow; `{restore}` restores it")
         if KIND not in found.tags:
             client.set_experiment_tag(found.experiment_id, KIND, MODEL_DEVELOPMENT)
         return str(found.experiment_id)

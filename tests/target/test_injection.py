@@ -212,7 +212,7 @@ def test_no_option_of_sbatch_takes_a_second_line_or_word(value: str) -> None:
 
 
 def test_lines_of_setup_and_the_module_of_the_worker_are_one_line_and_one_word() -> None:
-    with pytest.raises(ValidationError, match="each line as a separate item"):
+    with pytest.raises(ValidationError, match="each item must be one line"):
         SlurmOptions(setup=["a\nb"])
     for worker in ("a;b", "a b", "-c", "a\n", "$(id)", "../x", ""):
         with pytest.raises(ValidationError):

@@ -180,7 +180,7 @@ LIMITS = [(minutes, seconds) for minutes, seconds in itertools.product((1, 2, 5)
 def test_a_warning_that_comes_at_the_start_is_refused(record_property: Any) -> None:
     for minutes, seconds in LIMITS:
         if 60 * minutes <= seconds:
-            wanted = f"must be below {60 * minutes}, the time limit .* in seconds; got {seconds}"
+            wanted = f"must be below the time limit, {60 * minutes} seconds .*, got {seconds}"
             with pytest.raises(ValueError, match=wanted):
                 SlurmOptions(timeout_min=minutes, warning_seconds=seconds)
             SlurmOptions(timeout_min=minutes, warning_seconds=seconds, requeue=False)

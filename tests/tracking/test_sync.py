@@ -408,7 +408,7 @@ def test_a_run_that_was_deleted_in_the_store_is_a_problem_and_not_a_second_run(s
     (run.path / "tracking.json").unlink()
     result = sync(run)
     assert not result.complete
-    assert f"run {deleted} was deleted there" in result.problem
+    assert f"run {deleted} was deleted in MLflow" in result.problem
     client.restore_run(deleted)
     assert sync(run).complete
 
