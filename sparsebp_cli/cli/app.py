@@ -192,7 +192,7 @@ def _refuse_bytes(words: Sequence[str]) -> None:
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise UsageError(f"arguments must be text in UTF-8, got {word[:100]!a}; rename the file") from None
+            raise UsageError(f"an argument must be UTF-8 text, got {word[:100]!a}; rename the file") from None
 
 
 def _answer_in_json() -> int:

@@ -23,7 +23,7 @@ from sparsebp_cli.run import History, RunFolder
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
 
-THIN = "Keep only evaluations and FLOPs of the study's tuning runs. These runs then need about an eighth of the space."
+THIN = "Of the study's tuning runs, pack only evaluations and FLOPs (an eighth of the space). Pack other runs whole."
 
 
 def archive(
@@ -34,8 +34,8 @@ def archive(
 ) -> None:
     """Pack runs into one file: plans, event logs, tags, environments and a report, without models.
 
-    `compare --from FILE` and `show --from FILE` read it. `archive @STUDY` also packs the study's tuning, so that
-    `study YAML --from FILE` can check its choices. If a run is active or damaged, nothing is written.
+    `compare --from FILE` and `show --from FILE` read the archive. `archive @STUDY` also packs the study's tuning, so
+    that `study YAML --from FILE` can check the tuned values. If a run is active or damaged, nothing is written.
     """
     from sparsebp_cli.compare.archive import check_archive_path, write_archive
 

@@ -58,7 +58,7 @@ WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'.
 STUDY = "Compare the reported runs of this study. With --all or --html, also show its tuning."
 FROM = "Read runs from here: a folder of runs, or an archive."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
-BETTER = "Which values of --metric are better. Needed only if its runs do not declare it."
+BETTER = "Which values of --metric are better. Needed only if its runs do not declare this."
 FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
 REST = "more: --all (every table), --html FILE (a page), `show RUN` (one run)"
 SHOW, GATE, FILE = "What is shown", "For CI", "Files"
@@ -178,7 +178,7 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[l
     from sparsebp_cli.run import home
 
     if not words and where is None and place is None:
-        raise UsageError("name the runs to compare, or select them by --where; `sparsebp runs` lists them")
+        raise UsageError("name the runs to compare, or select runs by --where; `sparsebp runs` lists all runs")
     found = local_candidates(None if place is None else find_folder(place))
     if not found and place is not None:
         raise UsageError(f"--from {place} contains no runs")
@@ -196,7 +196,7 @@ def find_folder(place: str) -> Path:
 
         return open_archive(path)
     if not path.is_dir():
-        cure = "; runs are not read from MLflow: `sparsebp archive` on their machine writes an archive"
+        cure = "; runs cannot be read from MLflow: write an archive with `sparsebp archive` on their machine"
         cure = cure if "://" in place else ""
         raise UsageError(f"--from must be a folder of runs or an archive, got {mask(place)!r}{cure}")
     return path

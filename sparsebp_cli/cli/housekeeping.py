@@ -64,10 +64,10 @@ def prune(
     ] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Delete the checkpoints of finished runs (default: of all). Keeps models, metrics and report data.
+    """Delete the checkpoints of finished runs (default: all finished runs). Keeps models, metrics and report data.
 
-    Only unfinished runs need their checkpoints, to continue. If the model of a finished run is damaged, its newest
-    valid checkpoint stays.
+    Only unfinished runs need their checkpoints, to continue. If the model of a finished run is damaged, the run's
+    newest valid checkpoint stays.
     """
     folders = find_all(runs) if runs else list_runs()[::-1]
     unfinished = [folder for folder in folders if folder.state() is not State.FINISHED]

@@ -208,8 +208,8 @@ def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequ
         ordered += [dense, plan] if len(ordered) % 4 == 0 else [plan, dense]
     if len(ordered) == len(plans):
         raise UsageError(
-            "--with-baseline has nothing to add: each recipe is dense, or its dense counterpart is already among "
-            "the runs"
+            "leave out --with-baseline: each recipe is dense already, or these runs already include the same recipe "
+            "with policy dense"
         )
     times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep their order of start
     return [plan.model_copy(update={"created": time}) for plan, time in zip(ordered, times, strict=True)]

@@ -54,7 +54,7 @@ def show(
         typer.Option("--from", metavar="PLACE", help="Read the run from here: a folder of runs, or an archive."),
     ] = None,
 ) -> None:
-    """Show one run: result, numbers, notes, files; with --all everything."""
+    """Show the result, numbers, notes and files of one run. With --all, show everything."""
     folder = find_one(run) if place is None else find_one_in(place, run)
     plan, history = folder.read_plan(), History.load(folder.path)
     if output is ShowFormat.YAML:

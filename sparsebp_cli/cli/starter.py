@@ -113,7 +113,7 @@ def init(
     check_new(folder)
     if file is not None:
         if any((task, model, data, columns)):
-            raise UsageError("--from reads task, model and data from the file; leave the other options out")
+            raise UsageError("with --from, leave out --task, --model, --data and --columns: the file sets them")
         _convert(file, folder, output)
         return
     if task is None:

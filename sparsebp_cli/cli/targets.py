@@ -50,12 +50,12 @@ def targets(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME", help="Kinds of targets, or names in targets.yaml.", autocompletion=complete_target
+            metavar="NAME", help="A name in targets.yaml, or a kind, such as docker.", autocompletion=complete_target
         ),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """List target kinds and the targets of targets.yaml; `check NAME` tests one. Exits with 1 if it does not work."""
+    """List the targets, the places where runs can train; `check NAME` tests one. Exits with 1 if this test fails."""
     if action is None:
         from sparsebp_cli.recipe.target import targets_file
 

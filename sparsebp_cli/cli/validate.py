@@ -26,8 +26,8 @@ Probing = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Also compute the first step, without an update. Print its cost relative to dense, and how much a choice "
-        "by gradient size could gain at most.",
+        help="Also compute the first training step, without an update. Print the cost of this step relative to dense, "
+        "and how much a policy that selects gradients by size could gain at most.",
     ),
 ]
 
@@ -57,7 +57,7 @@ Rate = Annotated[
     typer.Option(
         "--rate",
         metavar="TFLOPS|RUN",
-        help="With --memory: speed in TFLOP/s, or a run that measured it, to estimate the hours of training.",
+        help="With --memory: a speed in TFLOP/s, or a run that measured the speed, to estimate the hours of training.",
         rich_help_panel=FORECAST,
     ),
 ]

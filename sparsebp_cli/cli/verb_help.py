@@ -116,5 +116,5 @@ class Verbs(TyperGroup):
             raise UsageError(f"`sparsebp {args[0]}` is {tell_home(HOMES[args[0]])}")
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             meant = f"; did you mean {MEANT[args[0]]}?" if args[0] in MEANT else did_you_mean(args[0], known)
-            raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{meant}")
+            raise UsageError(f"No such command: {args[0]}; `sparsebp --help` lists the commands{meant}")
         return super().resolve_command(ctx, args)

@@ -54,7 +54,7 @@ def measure_apart(module: str, request: str) -> dict[str, Any]:
             print_line("interrupted: nothing was written", stderr=True)
             raise typer.Exit(interrupts.exit_code)
         if end is None:
-            raise RunFailedError(f"the measuring process failed, exit code {process.returncode}: {_last_line(errors)}")
+            raise RunFailedError(f"measuring failed with exit code {process.returncode}: {_last_line(errors)}")
     if end["kind"] == "error":
         raise UsageError(end["text"]) if end["code"] == UsageError.exit_code else RunFailedError(end["text"])
     content: dict[str, Any] = end["content"]

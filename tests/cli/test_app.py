@@ -184,7 +184,7 @@ def test_compare_imports_neither_torch_nor_mlflow(two_runs: None, tmp_path: Path
         (["sync", "@last", "--all"], 2, "sync needs runs, or --all"),
         (["run", "none.yaml"], 2, "none.yaml: no such file"),
         (["run", "dense.yaml", "training.seed=1"], 2, "no such file; to set a key give --set training.seed=1"),
-        (["train", "dense.yaml"], 2, "No such verb: train; `sparsebp --help` lists them; did you mean run?"),
+        (["train", "dense.yaml"], 2, "No such command: train; `sparsebp --help` lists the commands; did you mean run?"),
         (["status"], 2, "did you mean runs?"),
         (["run", "dense.yaml", "--seeds", "4-0"], 2, "did you mean 0-4?"),
         (["run", "dense.yaml", "--set", "trainig.seed=1"], 2, "did you mean training"),

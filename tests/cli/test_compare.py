@@ -47,7 +47,7 @@ def test_a_condition_chooses_and_without_words_or_condition_nothing_is_compared(
     refused = call("compare")
     assert (refused.returncode, refused.stderr) == (
         2,
-        "error: name the runs to compare, or select them by --where; `sparsebp runs` lists them\n",
+        "error: name the runs to compare, or select runs by --where; `sparsebp runs` lists all runs\n",
     )
     assert call("compare", "--where", "keep>0.5").returncode == 102
 
@@ -69,8 +69,8 @@ def test_an_mlflow_store_is_answered_in_one_line(call: Cli, study: list[RunFolde
     done = call(verb, word, "--from", "postgresql://me:CANARY@host/mlflow")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: --from must be a folder of runs or an archive, got 'postgresql://***@host/mlflow'; runs are not read "
-        "from MLflow: `sparsebp archive` on their machine writes an archive\n",
+        "error: --from must be a folder of runs or an archive, got 'postgresql://***@host/mlflow'; runs cannot be "
+        "read from MLflow: write an archive with `sparsebp archive` on their machine\n",
     )
 
 

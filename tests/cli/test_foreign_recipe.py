@@ -273,7 +273,7 @@ def test_other_options_and_a_missing_package_are_refused(
 ) -> None:
     (tmp_path / "theirs.yaml").write_text(AXOLOTL)
     words = ("init", str(tmp_path / "study"), "--from", str(tmp_path / "theirs.yaml"))
-    assert "leave the other options out" in cli(*words, "--model", "x").stderr
+    assert "leave out --task, --model, --data and --columns" in cli(*words, "--model", "x").stderr
     monkeypatch.setattr(verb, "find_tool", lambda name: None)
     with pytest.raises(UsageError, match="in the package sparsebp-tools"):
         verb.init(tmp_path / "study", file=tmp_path / "theirs.yaml")

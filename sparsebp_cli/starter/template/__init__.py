@@ -21,7 +21,7 @@ def check_new(folder: Path) -> None:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             kind = "is not empty" if folder.is_dir() else "is a file"
-            raise UsageError(f"{folder} {kind}; name a new folder, nothing is overwritten")
+            raise UsageError(f"{folder} {kind}; name a new folder; nothing was written")
     except OSError as error:
         raise UsageError(f"{folder} cannot be used: {error.strerror}") from None
 
