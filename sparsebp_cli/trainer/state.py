@@ -40,9 +40,9 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
     """Read a state, with its tensors on a device. Raise CheckpointError if the file is missing or damaged."""
     if not file.exists():
         raise CheckpointError(
-            f"cannot resume from {file.parent}: it has no {file.name} with the state of the policies, because it "
-            "was saved without policies, with save_only_model, or by another number of processes; load its "
-            "weights into the model and start a new train()"
+            f"cannot resume from {file.parent}: {file.name}, the state of the policies, is missing, because the "
+            "checkpoint was saved without policies, with save_only_model, or by another number of processes; load "
+            "the checkpoint's weights into the model and start a new train()"
         )
     try:
         with safe_open(file, "pt") as opened:
@@ -50,10 +50,10 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
             names = opened.keys()  # the file object is not iterable
             tensors = {name: opened.get_tensor(name) for name in names if name}
             if "" in names and opened.get_tensor("").view(torch.uint8).any():
-                raise ValueError("it does not match its checksum")
+                raise ValueError("the content does not match the checksum")
         text = header["state"]
         if header["format"] != str(_FORMAT) or header["sha256"] != _digest(text, tensors):
-            raise ValueError("it does not match its checksum")
+            raise ValueError("the content does not match the checksum")
         state: dict[str, Any] = _join(json.loads(text), {name: t.to(device) for name, t in tensors.items()})
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({error}); resume from another checkpoint") from None
@@ -69,8 +69,8 @@ def check_same(before: Mapping[str, object], now: Mapping[str, object], checkpoi
     ]
     if changes:
         raise UsageError(
-            f"{checkpoint} was trained with other policies: {'; '.join(changes)}; load its weights into the model "
-            "and start a new train()"
+            f"{checkpoint} was trained with other policies: {'; '.join(changes)}; load the checkpoint's weights into "
+            "the model and start a new train()"
         )
 
 

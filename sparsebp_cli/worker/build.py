@@ -151,7 +151,7 @@ def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]
     what = "the messages' weights"
     for policy in policies:
         if any(kind.weighs_examples for kind in list_kinds([policy])):
-            raise DataError(f"{what}: {type(policy).__name__} sets weights of whole examples, too: give only one")
+            raise DataError(f"{what} do not work with {type(policy).__name__}, which weights examples: leave one out")
     if recipe.training.compile:
         raise DataError(f"{what} do not work with 'training.compile: true': use false")
     try:
@@ -309,7 +309,7 @@ def _load_data(
 
 def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy]) -> Accelerator:
     if recipe.target.device == "cuda" and not torch.cuda.is_available():
-        raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
+        raise DataError("target.device is cuda, but torch finds no CUDA device here; use auto or cpu")
     threads = recipe.target.threads
     if ranks.count > 1:
         # Otherwise each rank would use as many threads as there are cores.

@@ -77,8 +77,8 @@ class _MarkedWriter(_Writer):
             return ChatText(text, [(begin, end, 1.0) for begin, end in spans])
         if len(spans) != len(turns):
             raise DataError(
-                f"{one.place}: the chat template marks {len(spans)} parts with {{% generation %}}, but the assistant "
-                f"has {len(turns)} messages: message weights and train_on: last need one part for each message"
+                f"{one.place}: the chat template marks {len(spans)} parts with {{% generation %}} for {len(turns)} "
+                "messages of the assistant: message weights and 'train_on: last' need one part for each message"
             )
         chosen = [
             (begin, end, one.weights[number])
@@ -124,11 +124,11 @@ class _PrefixWriter(_Writer):
             return len(text)
         some = "message" if count == 1 else f"{count} messages"
         if prefix.error:
-            raise self._inconsistent(number, f"it fails for the first {some} alone ({prefix.error})")
+            raise self._inconsistent(number, f"the template fails for the first {some} alone ({prefix.error})")
         if not text.startswith(prefix.text):
             raise self._inconsistent(
                 number,
-                f"its text for the first {some} alone is not the beginning of its text for the whole conversation",
+                f"the text for the first {some} alone is not the beginning of the text for the whole conversation",
             )
         return len(prefix.text)
 

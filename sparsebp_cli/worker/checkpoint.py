@@ -87,8 +87,8 @@ class CheckpointFolder:
             else:
                 reason, remedy = name_refusal(error) or (str(error), "fix this, then resume")
             raise CheckpointError(
-                f"checkpoint of step {snapshot.step} cannot be written: {reason}; earlier checkpoints are unchanged; "
-                f"{remedy}"
+                f"the checkpoint of step {snapshot.step} cannot be written: {reason}; earlier checkpoints are "
+                f"unchanged; {remedy}"
             ) from None
         self._passed_over.discard(snapshot.step)
         # Rotation counts only checkpoints from which a resume could start: no later steps, none that this process found

@@ -21,7 +21,7 @@ def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
     Raise DataError if this machine lacks what PyTorch needs to compile. The first forward compiles.
     """
     if missing := _find_missing(device):
-        raise DataError(f"training.compile: true needs {missing}, which this machine lacks; install it, or use false")
+        raise DataError(f"'training.compile: true' needs {missing}, which this machine lacks: install it, or use false")
     return cast("nn.Module", torch.compile(model, backend=BACKEND))
 
 

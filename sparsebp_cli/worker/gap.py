@@ -49,7 +49,7 @@ class Gaps:
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Gaps:
         """Return masks for the tokenizer's mask token. Raise DataError if it has none."""
         if not isinstance(tokenizer.mask_token_id, int):
-            raise DataError("a masked language model needs a tokenizer with a mask token, which this one lacks")
+            raise DataError("a masked language model needs a tokenizer with a mask token; this tokenizer has none")
         return cls(tokenizer.mask_token_id, len(tokenizer))
 
     def draw(self, example: EncodedExample, *key: object) -> EncodedExample:

@@ -50,7 +50,7 @@ class Generator:
         if longest + self.section.max_new_tokens > most:
             raise DataError(
                 f"measure.generate.max_new_tokens: {self.section.max_new_tokens} new tokens after a prompt of "
-                f"{longest} tokens exceed the model's {most} positions; use fewer"
+                f"{longest} tokens exceed the model's {most} positions: generate fewer tokens"
             )
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:

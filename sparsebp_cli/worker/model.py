@@ -277,11 +277,11 @@ def _refuse_incomplete(
     kind = type(model).__name__
     if lacking := [name for name in missing if name not in new]:
         raise DataError(
-            f"model {source}: its safetensors files lack {len(lacking)} tensors of {kind}: {_list(lacking)}"
+            f"model {source}: the safetensors files lack {len(lacking)} tensors that a {kind} needs: {_list(lacking)}"
         )
     if other := sorted(str(entry[0]) for entry in found["mismatched_keys"]):
         raise DataError(
-            f"model {source}: {len(other)} tensors have other shapes than its config.json requires: {_list(other)}"
+            f"model {source}: {len(other)} tensors have other shapes than config.json requires: {_list(other)}"
         )
     return new
 

@@ -50,8 +50,8 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
     for key in ("weight_decay", "weight_decay_of"):
         if getattr(section, key) is not None and "weight_decay" not in known:
             raise DataError(
-                f"training.{key}: {section.optim} has no weight decay: leave this key out; its arguments are "
-                f"{', '.join(known)}"
+                f"training.{key}: {section.optim} has no weight decay: leave this key out; the optimizer's arguments "
+                f"are {', '.join(known)}"
             )
     if section.weight_decay is not None:
         arguments["weight_decay"] = section.weight_decay

@@ -51,7 +51,7 @@ class NodePlace:
             return None
         host, _, port = (first or "").rpartition(":")
         if not (host and port.isdecimal() and (node or "").isdecimal()):
-            raise DataError(f"{NODE} must be a number and {FIRST_NODE} HOST:PORT, got {node!r} and {first!r}")
+            raise DataError(f"{NODE} must be a number, and {FIRST_NODE} must be HOST:PORT, got {node!r} and {first!r}")
         return cls(int(node or 0), host, int(port))
 
     def connect(self, timeout: timedelta, *, serves: bool = False) -> TCPStore:
@@ -68,7 +68,7 @@ def read_place(options: TargetOptions) -> NodePlace | None:
     place = NodePlace.read() if options.nodes > 1 else None
     if options.nodes > 1 and (place is None or place.node >= options.nodes):
         got = "no number" if place is None else str(place.node)
-        raise DataError(f"target.nodes: {options.nodes}: {NODE} must be in [0, {options.nodes - 1}], got {got}")
+        raise DataError(f"with 'target.nodes: {options.nodes}', {NODE} must be in [0, {options.nodes - 1}], got {got}")
     return place
 
 

@@ -56,7 +56,7 @@ def make_prompts(
         return _of_texts(chosen, examples, section, tokenizer)
     for one in conversations:
         if find_answer(one) is None:
-            raise DataError(f"{one.place}: measure.generate needs a message of the assistant after another message")
+            raise DataError(f"{one.place}: measure.generate needs a message before a message of the assistant")
     return _of_conversations(conversations, chosen, examples, section, tokenizer)
 
 
@@ -78,7 +78,7 @@ def _of_texts(
     for row, text, reference, all_ids, example in zip(chosen, texts, references, encoded, examples, strict=True):
         ids = all_ids if example.is_pair else all_ids[: len(all_ids) - around.num_behind]  # encoders read the end too
         if not ids:
-            raise DataError(f"{row.place}: the prompt has no token")
+            raise DataError(f"{row.place}: the prompt must have at least one token, got none")
         prompts.append(Prompt(np.array(ids, dtype=np.int64), text, reference, row))
     return prompts
 

@@ -26,7 +26,7 @@ def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[st
     given, found = section.quantization, _find_in_files(config)
     if given is None:
         if found is not None:
-            raise DataError(f"is quantised in its files: give model.quantization: {{type: {found}}}")
+            raise DataError(f"the model's files are quantised: give 'model.quantization: {{type: {found}}}'")
         return {}
     if find_spec(given.package) is None:
         raise DataError(f"model.quantization: {given.type} needs {given.package}: pip install 'sparsebp[quantized]'")

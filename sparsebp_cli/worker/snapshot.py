@@ -112,13 +112,13 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
     steps = (batches[0] * then.gradient_accumulation_steps, batches[1] * section.gradient_accumulation_steps)
     if steps[0] != steps[1]:
         raise UnsupportedError(
-            f"{before} with {steps[0]} examples per step, but the plan has {steps[1]} with target.processes: "
-            f"{ranks.count}; choose training.per_device_train_batch_size so that the numbers are equal"
+            f"{before} with {steps[0]} examples per step, but 'target.processes: {ranks.count}' gives {steps[1]}: "
+            f"set training.per_device_train_batch_size so that both are equal"
         )
     if section.group_by is not None and batches[0] != batches[1]:
         raise UnsupportedError(
-            f"{before} with {batches[0]} examples per micro-batch, but the plan has {batches[1]}. With "
-            f"training.group_by: {section.group_by} both must be equal"
+            f"{before} with {batches[0]} examples per micro-batch, but the plan has {batches[1]}: with "
+            f"'training.group_by: {section.group_by}', both must be equal"
         )
     # An additional process has no stored generators: seed them as at the start, but shifted, so that no numbers repeat.
     if ranks.rank >= count:
@@ -132,7 +132,7 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
     before = f"the checkpoint of step {snapshot.step} does not fit the plan"
     max_steps = training.plan.recipe.training.max_steps
     if snapshot.step > max_steps:
-        raise UnsupportedError(f"{before}: the step is after the last one, training.max_steps: {max_steps}")
+        raise UnsupportedError(f"{before}, because training ends at step {max_steps} (training.max_steps)")
     mine = {name: tuple(tensor.shape) for name, tensor in _weights(training).items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in snapshot.weights.items()}
     for name in [*mine, *theirs]:
@@ -140,10 +140,10 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
             shapes = [
                 f"shape {list(shape)}" if shape is not None else "none" for shape in (theirs.get(name), mine.get(name))
             ]
-            raise UnsupportedError(f"{before}: {name} has {shapes[0]}, but {shapes[1]} in the plan's model")
+            raise UnsupportedError(f"{before}: {name} has {shapes[0]}, but {shapes[1]} in the model of the plan")
     groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
     if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
-        raise UnsupportedError(f"{before}: another optimizer than {training.plan.recipe.training.optim} wrote it")
+        raise UnsupportedError(f"{before}: another optimizer than {training.plan.recipe.training.optim} was used")
 
 
 def _weights(training: Restorable) -> dict[str, Tensor]:

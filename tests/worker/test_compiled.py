@@ -69,7 +69,7 @@ def test_the_worker_compiles_with_inductor(
 
 def test_a_machine_without_a_compiler_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(DataError, match=r"training.compile: true needs a C\+\+ compiler \(no-such-compiler"):
+    with pytest.raises(DataError, match=r"'training.compile: true' needs a C\+\+ compiler \(no-such-compiler"):
         compiled.compile_model(torch.nn.Linear(2, 2), torch.device("cpu"))
 
 

@@ -374,7 +374,7 @@ def test_a_cosine_ends_at_its_lowest_rate() -> None:
         ("cosine", {"min_lr": 0.1}, "not an argument of cosine; allowed: num_cycles"),
         ("linear", {"power": 1.0}, "not an argument of linear; allowed: none"),
         ("polynomial", {"lr_ends": 0.0}, "did you mean lr_end"),
-        ("cosine_with_min_lr", {}, "needs lr_scheduler_kwargs: min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {}, "needs exactly one of min_lr and min_lr_rate in lr_scheduler_kwargs"),
         ("cosine_with_min_lr", {"min_lr": 1.0}, "at least 0 and below 0.0003, got 1"),
         ("cosine_with_min_lr", {"min_lr_rate": 1.0}, "at least 0 and below 1, got 1"),
     ],

@@ -189,7 +189,7 @@ def test_a_checkpoint_goes_on_with_the_same_examples_on_another_number_of_proces
 def test_a_checkpoint_that_cannot_go_on_elsewhere_is_refused_by_name(trained, make_recipe, tmp_path) -> None:
     sections = CASES["rows"] | {"training": {"per_device_train_batch_size": 4}}
     run = continue_from(trained["rows", "none"], make_recipe(**sections), tmp_path)
-    with pytest.raises(UnsupportedError, match="8 examples per step, but the plan has 4"):
+    with pytest.raises(UnsupportedError, match=r"8 examples per step, but 'target.processes: .*' gives 4"):
         train_alone([run])
 
 

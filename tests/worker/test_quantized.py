@@ -230,7 +230,7 @@ def test_files_that_are_quantised_already_are_taken_as_what_they_are(base: str, 
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, expected(IDS).logits)
     for section, says in (
-        ({}, r"is quantised in its files: give model.quantization: \{type: nf4\}"),
+        ({}, r"files are quantised: give 'model.quantization: \{type: nf4\}'"),
         ({"quantization": {"type": "int8"}}, "int8: the model's files are already quantised: give type: nf4"),
     ):
         with pytest.raises(DataError, match=says):
