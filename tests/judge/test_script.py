@@ -258,7 +258,7 @@ def test_a_folder_without_a_repository_and_submodules_are_refused(
     (tmp_path / "none").mkdir()
     monkeypatch.chdir(tmp_path / "none")
     assert call(monkeypatch, "better", *WORDS) == 2
-    assert "repository, but " + str(tmp_path / "none") + " is in none" in " ".join(capsys.readouterr().err.split())
+    assert "repository, but " + str(tmp_path / "none") + " is not in one" in " ".join(capsys.readouterr().err.split())
 
 
 def test_changes_that_no_commit_has_are_said(

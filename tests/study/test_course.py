@@ -149,7 +149,7 @@ def test_controls_that_compare_misses_are_trained_once(cli: Cli, write_study: Wr
 def test_a_budget_under_ten_steps_is_refused_by_name(cli: Cli, write_study: Write) -> None:
     done = cli("study", write_study(more="budget: {same: cost, as: topk, steps: 12}\n"))
     assert done.returncode == 2
-    assert "arm dense: 12 steps of topk pay for only 6 of its steps" in done.stderr
+    assert "arm dense: the budget of 12 steps of topk allows only 6 steps of this arm" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

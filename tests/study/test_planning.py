@@ -141,7 +141,9 @@ def test_an_arm_with_a_part_of_the_budget_gets_the_steps_that_the_part_pays_for(
     half = BudgetSection.model_validate({"same": "cost", "as": "dense", "steps": 40, "part": {"topk": 0.5}})
     assert share_budget(40, ArmStepPrice(8.0), ArmStepPrice(8.0), dense, half) == 40
     assert share_budget(40, ArmStepPrice(8.0), ArmStepPrice(4.0), topk, half) == 40
-    with pytest.raises(UsageError, match=r"arm topk: 0\.5 of 40 steps of dense pay for only 9 of its steps"):
+    with pytest.raises(
+        UsageError, match=r"arm topk: the budget of 0\.5 of 40 steps of dense allows only 9 steps of this arm"
+    ):
         share_budget(40, ArmStepPrice(8.0), ArmStepPrice(16.8), topk, half)
 
 
@@ -149,7 +151,7 @@ def test_an_arm_that_gets_too_few_steps_is_refused_by_name(write_study: Write) -
     variant = load_study(write_study()).variants[2]
     with pytest.raises(
         UsageError,
-        match=r"arm topk: 20 steps of dense pay for only 9 of its steps, at 2\.10 steps of dense",
+        match=r"arm topk: the budget of 20 steps of dense allows only 9 steps of this arm, at 2\.10 steps of dense",
     ):
         share_budget(20, ArmStepPrice(8.0), ArmStepPrice(16.8), variant, COST)
 
@@ -160,7 +162,7 @@ def test_an_arm_that_gets_too_few_steps_is_refused_by_name(write_study: Write) -
         (
             {"seconds": 30.0},
             ArmStepPrice(4.0, "seconds"),
-            "arm topk: 30 seconds pay for only 7 of its steps, at 4 sec",
+            "arm topk: the budget of 30 seconds allows only 7 steps of this arm, at 4 sec",
         ),
         ({"same": "tokens", "tokens": 640}, ArmStepPrice(128.0, "tokens"), "steps: raise budget.tokens"),
     ],

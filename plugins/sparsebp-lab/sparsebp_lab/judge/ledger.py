@@ -301,7 +301,7 @@ class Ledger:
             else:
                 continue
             raise UsageError(
-                f"{self.file} {has}, but {source} needs a ledger with {mark.lines} lines, {mark.questions} "
+                f"{self.file} {has}, but {source} recorded a ledger of {mark.lines} lines, with {mark.questions} "
                 f"questions and digest {mark.digest[:12]}; restore the whole ledger from a copy, or set "
                 "SPARSEBP_HOME to a new folder"
             )

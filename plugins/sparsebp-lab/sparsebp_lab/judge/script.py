@@ -31,7 +31,7 @@ class ScriptRepository:
             raise UsageError("--script needs git, which is not installed here")
         found = Repository.find(folder.resolve())
         if found is None:
-            raise UsageError(f"--script compares commits of a git repository, but {folder} is in none")
+            raise UsageError(f"--script compares commits of a git repository, but {folder} is not in one")
         prefix = folder.resolve().relative_to(found.folder).as_posix()
         return cls(found, "" if prefix == "." else f"{prefix}/")
 

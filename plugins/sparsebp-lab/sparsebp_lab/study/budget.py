@@ -168,8 +168,8 @@ def share_budget(
         pays = pays if part == 1.0 else f"{part:g} of {pays}"
     key = "budget.steps" if payer is not None else "budget.seconds" if budget.tokens is None else "budget.tokens"
     raise UsageError(
-        f"arm {variant.arm}: {pays} pay for only {found} of its steps, at {each} per step; a budget must pay for "
-        f"at least {FEWEST_STEPS} steps: raise {key}"
+        f"arm {variant.arm}: the budget of {pays} allows only {found} steps of this arm, at {each} per step; an arm "
+        f"needs at least {FEWEST_STEPS} steps: raise {key}"
     )
 
 
@@ -180,8 +180,8 @@ def _measure(variant: ArmVariant, trial: StudyTrial, store: TrialStore, budget: 
     price, lacks = read_price(run, budget)
     if price is None:
         raise UsageError(
-            f"arm {variant.arm}: its rehearsal {run.run_id} has {lacks}, so the cost of a step is unknown; use "
-            "'budget: {same: steps}'"
+            f"arm {variant.arm}: run {run.run_id}, which measures the cost of a step, has {lacks}; use "
+            "'budget: {same: steps}', which needs no cost"
         )
     return price
 

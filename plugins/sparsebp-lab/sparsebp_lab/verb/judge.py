@@ -41,10 +41,13 @@ SCRIPT = (
 METRIC = "With --script: the metric that decides, and whether lower or higher is better, such as val_loss:lower."
 BUDGET = "Budget for all runs of this question together: a time (30m, 2h), or a number of FLOPs (3e15)."
 EFFECT = "The smallest gain to find, in the metric's unit. Default: one standard deviation between the baseline's runs."
-MARGIN = "Train until the candidate is better, worse, or equal within this margin, such as eval/loss=0.01."
+MARGIN = (
+    "Train further pairs of runs until the candidate is shown to be better, worse, or equal within this margin, such "
+    "as eval/loss=0.01."
+)
 WORST = (
     "If the candidate is worse by this much with any seed, judge cannot call it better. In the metric's unit. "
-    "Default: 20 standard deviations."
+    "Default: 20 standard deviations of the metric between the baseline's runs."
 )
 FINAL = (
     "Evaluate on the test split, with fresh seeds, a candidate that judge found better. Only one question may use a "
@@ -90,9 +93,9 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
 ) -> None:
     """Train a candidate and a baseline, and decide which is better.
 
-    Trains pairs of runs with fresh seeds until it can decide or the budget is spent. Over all questions in one
-    SPARSEBP_HOME, the probability of keeping any worse candidate is at most 5 %. Exit codes: 0 better, 10 equal within
-    the margin, 11 not shown, 12 worse.
+    Trains pairs of runs with fresh seeds until judge can decide or the budget is spent. Over all questions in one
+    SPARSEBP_HOME, the chance that judge even once calls a worse candidate better is at most 5 %. Exit codes: 0 better,
+    10 equal within the margin, 11 not shown, 12 worse.
     """
     arms: Arms[Any]
     if script is None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 POLL_SECONDS, LONGEST_SECONDS = 0.2, 5.0  # limits of the pause between two looks at the trials
 LOOK_SHARE = 0.02  # fraction of the time that looks may take: each reads hundreds of waiting trials again
 FILE = "The study (YAML), or its name in `sparsebp recipes`."
-SCALED = "Run a smaller version of the study, as its key `scale` describes."
+SCALED = "Run a smaller version of the study, which the study's key `scale` describes."
 TARGET = "Train everything on this target of `sparsebp targets`, instead of the study's key `where`."
 FROM = "Train nothing. Choose the values again from the trials in this archive, and compare the choice with the report."
 STOPPING = (
@@ -55,8 +55,8 @@ def study(
 ) -> None:
     """Tune several methods, train them with fresh seeds and the same budget, and add control runs.
 
-    The same command continues an interrupted study, and trains nothing twice. With --from it trains nothing,
-    repeats the choice of values from the archived trials, and exits with 1 if a choice differs.
+    The same command continues an interrupted study, and trains nothing twice. With --from, the command trains
+    nothing. It chooses the values again from the archived trials, and exits with 1 if a choice differs.
     """
     if archive is not None:
         if dry_run or again or target is not None:
