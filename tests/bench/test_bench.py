@@ -171,7 +171,7 @@ def test_csr_is_forced_without_touching_the_engines_own_share(found: Benchmark) 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["topk", "--keep", "0.5,1.5"], "--keep: each share must be in (0, 1), got '1.5'"),
+        (["topk", "--keep", "0.5,1.5"], "--keep: each fraction must be in (0, 1), got '1.5'"),
         (["topk", "--keep", "1.0"], "1.0 is dense, which is always measured"),
         (
             ["topk", "--sites", "linear"],

@@ -193,7 +193,7 @@ def test_what_has_no_model_is_refused(home_folder: Path, tmp_path: Path) -> None
     with JournalWriter(run.path) as journal:
         journal.write("attempt", from_step=2, environment={})
         journal.write("end", status="failed", step=2, text="")
-    with pytest.raises(UsageError, match="is failed: it has no model"):
+    with pytest.raises(UsageError, match="is failed, and has no model"):
         _find(run.run_id)
     (tmp_path / "none").mkdir()
     with pytest.raises(

@@ -90,12 +90,18 @@ def test_what_a_run_does_not_have_is_refused_in_one_line(
     with JournalWriter(other.path) as journal:
         journal.write("end", status="interrupted", step=2, text="")
     call("archive", run.run_id, "--to", "one.tar.gz")
-    no_model = f"run {other.run_id} is interrupted and has no model before it finishes; it has no checkpoint either"
+    no_model = (
+        f"run {other.run_id} is interrupted and has no model before it finishes; the run has no checkpoint either"
+    )
     damaged = run.path / "model" / "config.json"
     for words, code, text in (
         (("model", other.run_id), 2, no_model),
-        (("model", other.run_id, "--checkpoint", "last"), 2, f"run {other.run_id} has no checkpoint: it has none"),
-        (("model", run.run_id, "--checkpoint", "best"), 2, "its recipe has no checkpoint.keep_best"),
+        (
+            ("model", other.run_id, "--checkpoint", "last"),
+            2,
+            f"run {other.run_id} has no last checkpoint: the run has no",
+        ),
+        (("model", run.run_id, "--checkpoint", "best"), 2, "its recipe does not set checkpoint.keep_best"),
         (("model", run.run_id, "--checkpoint", "soon"), 2, "--checkpoint must be last, best or a step, got 'soon'"),
         (("model", "one.tar.gz"), 2, "one.tar.gz is an archive, and archives contain no models"),
         (("model", run.run_id, "--public"), 2, "--public needs --push"),
@@ -118,7 +124,7 @@ def test_a_prefix_of_two_runs_is_refused(call: Cli, run: RunFolder) -> None:
     (twin / "plan.json").write_bytes(run.plan_file.read_bytes())
     done = call("model", run.run_id[:8])
     assert done.returncode == 102
-    assert "is not unique" in done.stderr
+    assert "matches several runs" in done.stderr
 
 
 def limit_files() -> None:

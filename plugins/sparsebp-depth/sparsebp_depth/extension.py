@@ -31,7 +31,7 @@ class DepthExtension(EngineExtension):
         layers, name = LayerNumbers(model), type(policy).__name__
         if not layers.layers:
             raise UnsupportedError(
-                f"{name} ends the backward pass at a transformer layer, but {type(model).__name__} has no layers"
+                f"{name} stops the backward pass at a transformer layer, but {type(model).__name__} has no layers"
             )
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise UnsupportedError(

@@ -121,7 +121,7 @@ def test_all_of_a_group_trains_as_dense_bit_for_bit() -> None:
 
 
 def test_more_than_a_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="kept must be at most group, got kept 5 and group 4"):
+    with pytest.raises(ValueError, match="kept must be at most the option group, got kept 5 and group 4"):
         MVUE(kept=5)
 
 

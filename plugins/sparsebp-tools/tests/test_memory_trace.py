@@ -138,7 +138,7 @@ def test_what_cannot_be_traced_is_refused_in_one_line() -> None:
         memory_trace(model, device="meta")
     with pytest.raises(UnsupportedError, match=r"must be a torch.optim.Optimizer, got str"):
         memory_trace(model, "adamw")
-    with pytest.raises(UsageError, match="read them after the block"):
+    with pytest.raises(UsageError, match="read them after the with block"):
         _ = memory_trace(model).curve
     with (
         profile(activities=[ProfilerActivity.CPU], acc_events=True),
@@ -155,7 +155,7 @@ def test_what_cannot_be_traced_is_refused_in_one_line() -> None:
         (lambda: memory_trace(None), "model must be an nn.Module, got NoneType"),
         (lambda: memory_trace(stack(), device="nowhere"), "device must be cpu, cuda or cuda:NUMBER, got 'nowhere'"),
         (lambda: memory_trace(stack(), device="cuda:99"), "device must be a device of this machine, got 'cuda:99'"),
-        (lambda: memory_trace(stack()).begin("update"), "inside the trace's block"),
+        (lambda: memory_trace(stack()).begin("update"), "inside the with block"),
         (lambda: memory_trace(stack()).begin("rest"), "phase must be one of forward, backward, update, got 'rest'"),
     ],
 )

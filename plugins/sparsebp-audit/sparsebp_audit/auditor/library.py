@@ -92,7 +92,7 @@ class Audit:
             UsageError: No backward pass was seen, or the audit is still running.
         """
         if self._session.is_running:
-            raise UsageError("the audit is still running: leave its block, or call stop(), before report()")
+            raise UsageError("the audit is still running: end its with block, or call stop(), before report()")
         if not self.has_seen_backward:
             raise UsageError(
                 "no backward pass was seen: call loss.backward() between start and stop, in the same thread"

@@ -126,7 +126,7 @@ class _Trial:
             leak_limit=self._limit(LEAK_LIMITS, output),
         )
         if not embeddings.leaves or not output.requires_grad:
-            raise NotAlone("its outputs depend on no embeddings and no inputs that require a gradient")
+            raise NotAlone("the model's outputs depend on no embeddings and no inputs that require a gradient")
         differences = self.compare(output)
         leak = self._find_leak(output, embeddings.leaves) if count > 1 else 0.0
         found = replace(found, difference=max(differences), leak=leak)
@@ -216,7 +216,7 @@ class _Trial:
         if not affected and found.leak <= found.leak_limit:
             return found
         if self.is_random and found.leak <= found.leak_limit:
-            raise NotAlone("its forward draws random numbers besides dropout, so two forwards cannot be compared")
+            raise NotAlone("the forward draws random numbers besides dropout, so two forwards cannot be compared")
         first = find_first_module(self.model, self.examples, self.outputs, order[0], limit)
         self.cost += self.size + len(self.examples.found[order[0]].columns)
         if relative_difference(first.output, output.detach()) > limit and found.leak <= found.leak_limit:

@@ -309,8 +309,8 @@ class _Swap:
         state = self._optimizer.state.get(weight, {})
         if not is_whole and any(isinstance(v, Tensor) and v.shape == weight.shape for v in state.values()):
             raise UsageError(
-                f"the policy trains a part of the weight of {name!r}, but the optimizer has state for all of it: "
-                "call attach before the first optimizer step"
+                f"the policy trains a part of the weight of {name!r}, but the optimizer has state for the whole "
+                "weight: call attach before the first optimizer step"
             )
 
     def swap(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

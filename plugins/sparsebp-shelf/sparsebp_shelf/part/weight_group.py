@@ -162,8 +162,8 @@ def group_weights(
         if coupled and len({member.kind for member in group}) == 1:
             other = "columns" if group[0].kind == "rows" else "rows"
             raise PolicyError(
-                f"coupled: {group[0].weight.name!r} needs another linear layer in the same module that {other} "
-                "names, but there is none"
+                f"coupled: {group[0].weight.name!r} needs another linear layer in the same module, which the option "
+                f"{other} must name"
             )
     return [WeightGroup(tuple(group), not whole) for group in members.values()]
 

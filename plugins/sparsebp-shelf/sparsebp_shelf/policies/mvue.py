@@ -74,7 +74,7 @@ class MVUE(InformedSelector):
     @model_validator(mode="after")
     def _is_a_part(self) -> Self:
         if self.kept > self.group:
-            raise ValueError(f"kept must be at most group, got kept {self.kept} and group {self.group}")
+            raise ValueError(f"kept must be at most the option group, got kept {self.kept} and group {self.group}")
         return self
 
     @property

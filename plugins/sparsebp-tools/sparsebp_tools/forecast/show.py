@@ -113,7 +113,8 @@ def _read_rate(rate: str | None, device: Accelerator | None, plan: Plan) -> tupl
         known = None if device is None else device.flops_of(dtype)
         if known is None:
             return None, "" if device is None else f"no rate of {device.name} is known: give --rate"
-        text = f"assumed: {show_share(ASSUMED_SHARE)} of the maker's {show_count(known, 'FLOP')}/s in {dtype}"
+        peak = f"the {show_count(known, 'FLOP')}/s in {dtype} that the device's maker states"
+        text = f"assumed: {show_share(ASSUMED_SHARE)} of {peak}"
         return ASSUMED_SHARE * known, f"{text}; --rate takes a measured one"
     try:
         given = float(rate)

@@ -81,7 +81,7 @@ class MemoryTrace:
         if phase not in PHASES:
             raise UsageError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
         if not self._is_open:
-            raise UsageError("call begin() inside the trace's block")
+            raise UsageError("call begin() inside the with block of memory_trace()")
         self._record.begin(phase)
 
     @property
@@ -92,7 +92,7 @@ class MemoryTrace:
             UsageError: The block has not ended.
         """
         if self._curve is None:
-            raise UsageError("the trace has no results yet: read them after the block")
+            raise UsageError("the trace has no results yet: read them after the with block of memory_trace()")
         return self._curve
 
     @property

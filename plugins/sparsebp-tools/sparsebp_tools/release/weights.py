@@ -47,7 +47,7 @@ def find_weights(run: RunFolder, plan: Plan, history: History, word: str | None)
     if word is None:
         lacks = f"run {run.run_id} is {run.state()} and has no model before it finishes"
         if not steps:
-            raise UsageError(f"{lacks}; it has no checkpoint either")
+            raise UsageError(f"{lacks}; the run has no checkpoint either")
         raise UsageError(
             f"{lacks}: `sparsebp model {run.run_id} --checkpoint last` writes the model of step {steps[-1]}"
         )
@@ -74,7 +74,9 @@ def _find_last(run: RunFolder, step: int, steps: list[int]) -> ReleasedWeights:
             "recipe"
         )
     if damage := manifest.find_damage(folder):
-        have = f"it has checkpoints of step {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
+        have = (
+            f"the run has checkpoints of step {', '.join(map(str, steps))}" if steps else "the run has no checkpoints"
+        )
         raise UsageError(f"run {run.run_id}: its model cannot be verified ({damage}); {have}")
     return ReleasedWeights(step, "last", folder)
 
@@ -82,9 +84,9 @@ def _find_last(run: RunFolder, step: int, steps: list[int]) -> ReleasedWeights:
 def _find_best(run: RunFolder, plan: Plan, history: History, *, is_finished: bool) -> ReleasedWeights:
     name = plan.recipe.checkpoint.keep_best
     if name is None:
-        raise UsageError(f"run {run.run_id} kept no best weights: its recipe has no checkpoint.keep_best")
+        raise UsageError(f"run {run.run_id} has no best weights: its recipe does not set checkpoint.keep_best")
     if not is_finished:
-        raise UsageError(f"run {run.run_id} is {run.state()}: its best weights are known when it has finished")
+        raise UsageError(f"run {run.run_id} is {run.state()}: its best weights are known only after the run finishes")
     folder = run.path / "best"
     if damage := manifest.find_damage(folder):
         raise UsageError(f"run {run.run_id}: its best weights cannot be verified ({damage})")
@@ -96,10 +98,10 @@ def _find_best(run: RunFolder, plan: Plan, history: History, *, is_finished: boo
 
 
 def _find_checkpoint(run: RunFolder, word: str, steps: list[int]) -> ReleasedWeights:
-    have = f"it has those of step {', '.join(map(str, steps))}" if steps else "it has none"
+    have = f"the run has checkpoints of step {', '.join(map(str, steps))}" if steps else "the run has no checkpoints"
     step = max(steps, default=-1) if word == LAST else int(word)
     if step not in steps:
-        what = "no checkpoint" if word == LAST else f"no checkpoint of step {step}"
+        what = "no last checkpoint" if word == LAST else f"no checkpoint of step {step}"
         raise UsageError(f"run {run.run_id} has {what}: {have}")
     if damage := manifest.find_damage(run.path / "checkpoints" / f"step-{step:08d}"):
         raise UsageError(f"run {run.run_id}: the checkpoint of step {step} is damaged ({damage}); {have}")

@@ -171,7 +171,7 @@ def _read_keeps(text: str | None) -> list[float] | None:
             share = 0.0
         if not 0.0 < share < 1.0:
             hint = ": 1.0 is dense, which is always measured" if part.strip() in ("1", "1.0") else ""
-            raise UsageError(f"--keep: each share must be in (0, 1), got {part.strip()!r}{hint}")
+            raise UsageError(f"--keep: each fraction must be in (0, 1), got {part.strip()!r}{hint}")
         found.append(share)
     return sorted(set(found), reverse=True)
 

@@ -98,7 +98,7 @@ def _find(source: str) -> tuple[RunFolder | None, Path]:
                 f"{source} is neither a run nor the folder of a model, because it has no config.json"
             ) from None
         if run.state() is not State.FINISHED:
-            raise UsageError(f"run {run.run_id} is {run.state()}: it has no model until it finishes")
+            raise UsageError(f"run {run.run_id} is {run.state()}, and has no model before it finishes")
         folder = run.path / "model"
     if (folder / "adapter_config.json").is_file():
         raise UsageError(
