@@ -110,13 +110,13 @@ TRAP = "import os\nos.mkdir('canary')\n"
 HOLDS = "a folder of data may contain"
 # Name of the file or folder, what it is, what is said of it, and whether the inspection finds it.
 REFUSED: dict[str, tuple[str, Write, str, bool]] = {
-    "image": ("a.parquet", feature("Image"), "must be text, got", True),
-    "audio": ("a.parquet", feature("Audio"), "must be text, got", True),
-    "video": ("a.parquet", feature("Video"), "must be text, got", True),
-    "pdf": ("a.parquet", feature("Pdf"), "must be text, got", True),
+    "image": ("a.parquet", feature("Image"), "must contain text, got", True),
+    "audio": ("a.parquet", feature("Audio"), "must contain text, got", True),
+    "video": ("a.parquet", feature("Video"), "must contain text, got", True),
+    "pdf": ("a.parquet", feature("Pdf"), "must contain text, got", True),
     "unknown feature": ("a.parquet", feature("os.system"), "", True),
-    "bytes": ("a.parquet", parquet(pa.array([b"\xff\0"] * 20)), "must be text, got bytes", True),
-    "mappings": ("a.parquet", parquet(pa.array([{"a": 1}] * 20)), "must be text, got", True),
+    "bytes": ("a.parquet", parquet(pa.array([b"\xff\0"] * 20)), "must contain text, got bytes", True),
+    "mappings": ("a.parquet", parquet(pa.array([{"a": 1}] * 20)), "must contain text, got", True),
     "not Parquet": ("a.parquet", content(b"PAR1" + bytes(100) + b"PAR1"), "a.parquet", True),
     "Parquet of traps": ("a.parquet", lambda file: file.write_bytes(pickle.dumps(Trap(file.parent / "canary"))),
                          "a.parquet", True),

@@ -53,7 +53,7 @@ def test_a_language_model_without_its_head_is_refused(
     tiny_folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     section = write_model(tiny_folder, tmp_path / "model", without("lm_head"), tie_word_embeddings=False)
-    with pytest.raises(DataError, match=r"lack 1 tensors of LlamaForCausalLM: lm_head\.weight$"):
+    with pytest.raises(DataError, match=r"lack 1 tensors that a LlamaForCausalLM needs: lm_head\.weight$"):
         build_model(section, tokenizer, None)
 
 
