@@ -120,7 +120,7 @@ def test_the_password_of_a_store_is_not_in_an_archive(call: Cli, write_recipe: W
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["archive", "@2", "--to", "two.zip"], "an archive is a .tar.gz or .tgz file, got 'two.zip'"),
+        (["archive", "@2", "--to", "two.zip"], "an archive must end in .tar.gz or .tgz, got 'two.zip'"),
         (["archive", "@2", "--to", "no/two.tgz"], "there is no folder"),
         (["show", "@last", "--from", "nowhere"], "--from must be a folder of runs or an archive, got 'nowhere'"),
     ],
