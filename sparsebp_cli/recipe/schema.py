@@ -332,7 +332,7 @@ class DatasetSection(Section):
             raise ValueError(f"train_on: {self.train_on} needs 'format: chat', got 'format: {self.format}'")
         if self.chat_template is not None and self.format not in ("chat", "completion"):
             raise ValueError(
-                "chat_template needs 'format: chat', or 'format: completion' with messages, got 'format: "
+                "chat_template needs 'format: chat', or 'format: completion' with lists of messages, got 'format: "
                 f"{self.format}'"
             )
         return self

@@ -131,8 +131,8 @@ def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
         ({"output_attentions": True}, "output_attentions"),
         ({"logits_to_keep": 3}, "logits_to_keep"),
         ({"shift_labels": random_ids()}, "shift_labels"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "a layer that is called with cu_seq_lens_q"),
-        ({"is_causal": True}, "a layer that is called with is_causal"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "layers that get the argument cu_seq_lens_q"),
+        ({"is_causal": True}, "layers that get the argument is_causal"),
     ],
 )
 def test_an_argument_that_cannot_be_cut_is_refused(extra: dict[str, Any], complaint: str) -> None:

@@ -85,7 +85,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
         Equal | None,
         typer.Option(
             metavar="flops|steps",
-            help="flops: train both with equal FLOPs (default). steps: train each as its recipe says.",
+            help="flops: train both recipes for equal FLOPs (default). steps: train each for its own steps.",
         ),
     ] = None,
     final: Annotated[bool, typer.Option("--final", help=FINAL)] = False,

@@ -34,7 +34,7 @@ LOOK_SHARE = 0.02  # fraction of the time that looks may take: each reads hundre
 FILE = "The study (YAML), or its name in `sparsebp recipes`."
 SCALED = "Run a smaller version of the study, which the study's key `scale` describes."
 TARGET = "Train everything on this target of `sparsebp targets`, instead of the study's key `where`."
-FROM = "Train nothing. Choose the values again from the trials in this archive, and compare the choice with the report."
+FROM = "Train nothing. Repeat the choice of hyperparameter values from the trials in this archive, and compare both."
 STOPPING = (
     "stopping: running trials first save a checkpoint; run the same command again to continue; press Ctrl-C "
     "again to end them at once"
@@ -56,7 +56,7 @@ def study(
     """Tune several methods, train them with fresh seeds and the same budget, and add control runs.
 
     The same command continues an interrupted study, and trains nothing twice. With --from, the command trains
-    nothing. It chooses the values again from the archived trials, and exits with 1 if a choice differs.
+    nothing. It repeats the choice of hyperparameter values from the archived trials, and exits with 1 if one differs.
     """
     if archive is not None:
         if dry_run or again or target is not None:

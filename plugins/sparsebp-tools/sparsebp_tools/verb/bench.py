@@ -42,7 +42,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Use this model: an installed name, hub id or folder, as in a recipe (default: austen-llama).",
+            help="Use this model: an installed one's name, a hub id or a folder (default: austen-llama).",
             rich_help_panel=WHAT,
         ),
     ] = None,

@@ -58,7 +58,7 @@ class SegmentStates:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(f"lossless does not support models with layers that read {name} of their cache")
+        raise UnsupportedError(f"lossless does not support this model: its layers read {name} of the key/value cache")
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the columns before the segments; None: they begin a text."""
