@@ -175,7 +175,7 @@ def meet_nothing(reader: Reader) -> None:
     reader.meet("show", "nosuch")
     reader.follow("run/folder.py", "sparsebp runs")
     reader.meet("compare", "nosuch")
-    reader.follow("compare/choose.py", "sparsebp runs")
+    reader.follow("run/folder.py", "sparsebp runs")
 
 
 def meet_removed(reader: Reader) -> None:
@@ -384,7 +384,6 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
         ("cli/runs.py", "sparsebp run RECIPE"),
         ("cli/compare.py", "sparsebp runs"),
         ("run/folder.py", "sparsebp runs"),
-        ("compare/choose.py", "sparsebp runs"),
     ),
     meet_removed: (
         ("cli/verb_help.py", "sparsebp compare RUN OTHER"),

@@ -89,7 +89,7 @@ def test_a_run_that_is_alive_is_not_repeated(call: Cli, finished: RunFolder, rol
     with finished.lock(role):
         done = call("rerun", finished.run_id)
     assert (done.returncode, count_runs()) == (101, 1)
-    assert "run `sparsebp rerun` after the run has ended" in done.stderr
+    assert "only a run that has ended can be repeated" in done.stderr
 
 
 def test_a_run_whose_target_does_not_answer_is_not_repeated(call: Cli, finished: RunFolder) -> None:

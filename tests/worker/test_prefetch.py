@@ -130,7 +130,6 @@ def test_a_run_that_prepares_is_the_same_and_resumes_at_its_step(
     run = make_run(tiny_recipe(**sections), tmp_path)
     train_alone([run])
     first = ["collate", "collate", "backward", "backward", "collate", "collate", "wait", "update"]
-    assert preparing.pop(0) == "collate"  # what a policy may gain is measured on it before the first step
     assert preparing[:8] == first
     assert preparing[8:14] == first[2:]  # its batches are there
     assert preparing[-4:] == ["backward", "backward", "wait", "update"]  # after the last step there is none

@@ -82,7 +82,7 @@ def read_finished(run: RunFolder) -> tuple[Plan, Seal]:
 
     plan = Plan.load(run.plan_file)
     if not (state := run.state()).over:
-        raise RunBusyError(f"run {run.run_id} is {state}: run `sparsebp rerun` after the run has ended")
+        raise RunBusyError(f"run {run.run_id} is {state}: only a run that has ended can be repeated")
     if (seal := read_seal(run.path)) is None or not seal.data:
         raise UsageError(
             f"run {run.run_id} does not record the code and data that it trained with; `sparsebp run --like "
