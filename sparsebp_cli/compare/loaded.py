@@ -75,7 +75,7 @@ class LoadedRun:
     @cached_property
     def steps(self) -> int:
         """Optimizer steps done."""
-        return max((max(points) for points in self.history.metrics.values() if points), default=0)
+        return max((points.last_step for points in self.history.metrics.values()), default=0)
 
     @property
     def finished(self) -> bool:

@@ -247,7 +247,7 @@ class History:
     def last(self, name: str) -> float | None:
         """Return a metric's value at its highest step; None if it was never logged."""
         points = self.metrics.get(name)
-        return points[next(reversed(points))][1] if points else None
+        return points[points.last_step][1] if points else None
 
 
 SAVED = "saved"  # split name of the questions to the saved model

@@ -42,8 +42,10 @@ class _Points(Mapping[int, Value]):
     def __iter__(self) -> Iterator[int]:
         return iter(self._steps)
 
-    def __reversed__(self) -> Iterator[int]:
-        return reversed(self._steps)
+    @property
+    def last_step(self) -> int:
+        """The largest step; 0 without points."""
+        return self._steps[-1] if self._steps else 0
 
     def __len__(self) -> int:
         return len(self._steps)
