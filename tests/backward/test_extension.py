@@ -79,7 +79,7 @@ def test_an_extension_without_the_base_class_is_refused_in_one_line(monkeypatch:
     kind = known_kind.find_kind(policy)
     changed = replace(kind, extensions=((10, f"{__name__}:Structural"),))
     monkeypatch.setattr("sparsebp_cli.backward.attachment.find_kind", lambda _: changed)
-    expected = r"Structural of DropBP must make a sparsebp_cli.backward.EngineExtension, got Structural$"
+    expected = r"^DropBP: .*Structural must return a sparsebp_cli.backward.EngineExtension, got Structural$"
     model = MODELS["llama"]()
     with pytest.raises(PolicyError, match=expected):
         attach(model, [policy], num_steps=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

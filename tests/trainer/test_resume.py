@@ -96,7 +96,7 @@ def test_what_cannot_be_resumed_from_is_refused_before_anything_changes(door: Ma
     (bad / STATE).write_bytes(text[:-7])
     refuse("is damaged", CheckpointError)
     (bad / STATE).unlink()
-    refuse("it has no sparsebp-0.safetensors", CheckpointError)
+    refuse("sparsebp-0.safetensors, the state of the policies, is missing", CheckpointError)
     refuse(r"policies.0.keep was 0.5, got 0.25", UsageError, POLICY | {"keep": 0.25}, good)
 
 
