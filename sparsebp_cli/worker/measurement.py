@@ -20,7 +20,7 @@ from sparsebp_cli.worker.price import Shape, StepPrice
 from sparsebp_cli.worker.probe import count_price, price_pass, run_probe
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sgd_noise import Half, measure_sgd_variance
-from sparsebp_cli.worker.step_cost import StepCost
+from sparsebp_cli.worker.step_cost import RelativeCost
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import PassResult, RestOfUpdate, TrialStep, trainable_parameters
 
@@ -58,7 +58,7 @@ class Measurement:
 
     def measure_cost(
         self, forward: Callable[[], Tensor], shape: Callable[[], Shape], policies: Sequence[Policy]
-    ) -> StepCost:
+    ) -> RelativeCost:
         """Measure before training what a step costs. ``forward`` returns the loss of the first micro-batch, ``shape``
         is as in :meth:`before`, and ``policies`` are the attached policies."""
         self.peak.pause()
@@ -66,7 +66,7 @@ class Measurement:
             probe = run_probe(trial, Stopwatch(self.device))
         self.price.see_probe(price_pass(probe.proof, shape()), probe.kind)
         self.peak.resume()
-        return StepCost.of(probe, policies)
+        return RelativeCost.of(probe, policies)
 
     def at_start(self, forward: Callable[[], Tensor], shape: Callable[[], Shape], policies: Sequence[Policy]) -> Values:
         """Measure the cost of a step before training, if the run has probes. Note it in the event log and return its

@@ -18,7 +18,7 @@ Unit = Literal["targets", "examples", "rows", "entries"]
 
 
 @dataclass(frozen=True)
-class StepCost:
+class RelativeCost:
     """The cost of a policy's step, and the fraction that it trains."""
 
     cost_ratio: float  # r: counted FLOPs of forward and backward over those of a dense step

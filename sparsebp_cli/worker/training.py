@@ -57,7 +57,7 @@ from sparsebp_cli.worker.reload import ReloadedOutputs
 from sparsebp_cli.worker.sgd_noise import halve
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import Restorable, restore, take_snapshot
-from sparsebp_cli.worker.step_cost import StepCost
+from sparsebp_cli.worker.step_cost import RelativeCost
 from sparsebp_cli.worker.step_kind import StepKind, describe_pass
 from sparsebp_cli.worker.step_metrics import (
     kept_share,
@@ -403,7 +403,7 @@ class Training(Restorable):
         norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if max_norm is None else max_norm)
         return full_tensor(norm)
 
-    def measure_cost(self) -> StepCost:
+    def measure_cost(self) -> RelativeCost:
         """Measure what a step costs beside a dense step, without training."""
         return self.measurement.measure_cost(*self._coming(), self.policies)
 

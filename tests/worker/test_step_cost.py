@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from sparsebp_cli.run import History
-from sparsebp_cli.worker.step_cost import StepCost
+from sparsebp_cli.worker.step_cost import RelativeCost
 from tests.worker.conftest import FORKS, work
 
 
 @pytest.mark.parametrize(("keep", "worth"), [(0.5, 4 / 3), (0.25, 2.0), (0.1, 4.0)])
 def test_what_a_kept_token_must_be_worth(keep: float, worth: float) -> None:
     ratio = (1 + 2 * keep) / 3
-    found = StepCost(ratio, ratio, "targets", keep)
+    found = RelativeCost(ratio, ratio, "targets", keep)
     assert found.unit_worth == pytest.approx(worth)
     assert f"the first step take {ratio:.2f} of the FLOPs of a dense step" in found.describe()
     assert f"keeps {keep:.0%} of the targets. `sparsebp worth RECIPE` estimates whether" in found.describe()
 
 
 def test_nothing_is_said_of_a_choice_that_is_not_made() -> None:
-    dense, frozen = StepCost(1.0, 1.1), StepCost(0.7, 0.8)
+    dense, frozen = RelativeCost(1.0, 1.1), RelativeCost(0.7, 0.8)
     assert (dense.unit_worth, dense.describe()) == (None, "")
     assert frozen.describe().endswith("0.80 of its time (measured alternately)")
 

@@ -64,7 +64,7 @@ class ForwardOverride(NotCopyable, ABC):
         return call_module(module, *args, **kwargs) if self.covered is None else self.covered(*args, **kwargs)
 
 
-class LayerOverride(ForwardOverride):
+class ModuleOverride(ForwardOverride):
     """An override of a part of a model that decides by its arguments, so that a copy is the module's plain forward."""
 
     module: nn.Module

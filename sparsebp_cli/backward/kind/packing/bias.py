@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.kind.packing.attention import PackedBias, find_mask
-from sparsebp_cli.backward.patch.forward import LayerOverride
+from sparsebp_cli.backward.patch.forward import ModuleOverride
 from sparsebp_cli.errors import UnsupportedError
 
 
 @final
-class BiasedAttention(LayerOverride):
+class BiasedAttention(ModuleOverride):
     """The ``forward`` of an attention module with such a bias, its own or an earlier layer's."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sparsebp_cli.backward.decoder.decoder import argument_names, bind_arguments
 from sparsebp_cli.backward.kind.packing.attention import find_mask
-from sparsebp_cli.backward.patch.forward import LayerOverride
+from sparsebp_cli.backward.patch.forward import ModuleOverride
 
 
 @final
-class PackedEntry(LayerOverride):
+class PackedEntry(ModuleOverride):
     """The ``forward`` of the first layer; it decides by the mask, which activation checkpointing passes again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

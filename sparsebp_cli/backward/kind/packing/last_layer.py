@@ -23,12 +23,12 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import AttentionLayout, find_attention, find_layouts
 from sparsebp_cli.backward.kind.packing.attention import PackedMask, ReachedAttention
 from sparsebp_cli.backward.kind.packing.layout import MAX_READ
-from sparsebp_cli.backward.patch.forward import ForwardPatches, LayerOverride, replace_forwards
+from sparsebp_cli.backward.patch.forward import ForwardPatches, ModuleOverride, replace_forwards
 from sparsebp_cli.errors import UnsupportedError
 
 
 @final
-class LastLayer(LayerOverride):
+class LastLayer(ModuleOverride):
     """The ``forward`` of the last layer; it decides by the mask, which activation checkpointing passes again."""
 
     skips: bool
