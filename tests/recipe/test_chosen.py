@@ -40,7 +40,7 @@ def write(folder: Path, text: str) -> Path:
         ),
         (TEXT + "policy: {name: tokens, score: excess, keep: 0.5}\n", "policy.0", "needs the option reference"),
         (TEXT + "policy: {name: tokens, score: los, keep: 0.5}\n", "policy.0.score", "did you mean loss"),
-        (TEXT + "policy: {name: tokens, score: loss}\n", "policy.0", "score: loss needs keep"),
+        (TEXT + "policy: {name: tokens, score: loss}\n", "policy.0", "'score: loss' needs keep"),
         (
             TEXT + "policy: {name: selective-backprop, scale_factor: 2.0}\n",
             "policy.0.scale_factor",
