@@ -61,6 +61,7 @@ def test_every_decoder_is_packed_exactly_or_refused_by_name(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_every_decoder_is_packed_exactly_in_every_arrangement(implementation: str) -> None:
