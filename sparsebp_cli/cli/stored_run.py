@@ -111,8 +111,9 @@ def check_plans(plans: Sequence[Plan]) -> None:
 
 
 def check_trainable(folders: Sequence[RunFolder]) -> None:
-    """Raise ``UsageError`` for a run of another version whose keys or policies this version cannot train, before
-    anything is written or started."""
+    """Raise ``UsageError`` for a run whose keys, policies or optimizer this version cannot train, before anything is
+    written or started."""
+    from sparsebp_cli.composition import find_optimizer
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.policy import make_policies
     from sparsebp_cli.run.stored_recipe import MARK
@@ -123,8 +124,9 @@ def check_trainable(folders: Sequence[RunFolder]) -> None:
             make_policies(entry.model_dump() for entry in plan.recipe.policy)
             _, mark, key = plan.recipe.dataset.split.partition(MARK)
             if mark:
-                raise PolicyError(f"{key} was removed after version 0.5")
-        except PolicyError as error:
+                raise UsageError(f"{key} was removed after version 0.5")
+            find_optimizer(plan.recipe.training.optim)
+        except (PolicyError, UsageError) as error:
             begun = f"{folder.run_id} was begun by sparsebp {plan.provenance.sparsebp_version}"
             raise UsageError(f"{begun}, and cannot continue here: {error}") from None
 

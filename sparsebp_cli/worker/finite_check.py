@@ -65,7 +65,7 @@ def check_state(
         return
     first = next((name for name, tensor in tensors.items() if not _are_finite([tensor])), "a part of another process")
     raise DivergedError(
-        f"the update of step {step} made values that are not finite, first in {first}; no checkpoint was saved of them"
+        f"the update of step {step} made values that are not finite, first in {first}; no checkpoint contains them"
     )
 
 
