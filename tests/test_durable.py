@@ -13,7 +13,7 @@ from benchmarks import house
 ROOT = Path(sparsebp_cli.__file__).parents[1]
 # Files that write by themselves, and why a power cut may take what they write.
 EXEMPT = {
-    "durable.py": "is the one that writes",
+    "run/durable.py": "is the one that writes",
     "run/journal.py": "appends, fsyncs at checkpoints and at the end; and the outline, a cache",
     "run/manifest.py": "lists the files of a folder, which durable.put_folder syncs",
     "worker/reference.py": "scores of a reference model: a cache, scored again",
@@ -97,7 +97,7 @@ def test_files_of_runs_are_opened_through_one_module() -> None:
 
 def test_child_interpreters_start_through_one_module() -> None:
     named = {name for name, source in list_modules() if "sys.executable" in source}
-    assert named == {"interpreter.py", "process/site/sitecustomize.py"}  # the second only names it in an error
+    assert named == {"run/interpreter.py", "process/site/sitecustomize.py"}  # the second only names it in an error
 
 
 def test_git_is_called_through_one_module() -> None:

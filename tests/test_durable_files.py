@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli import durable
+from sparsebp_cli.run import durable
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli import interpreter
+from sparsebp_cli.run import interpreter
 
 
 @pytest.mark.parametrize("entries", ["", ".", ":/srv/x", "/srv/x::relative", "../up"])

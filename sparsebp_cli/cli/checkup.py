@@ -16,10 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.errors import SparseBPError, explain_system_error, first_line
-from sparsebp_cli.run import home
+from sparsebp_cli.run import home, interpreter
 from sparsebp_cli.run.folder import check_locks
 from sparsebp_cli.target.contract import CheckResult
 

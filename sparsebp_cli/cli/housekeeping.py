@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from sparsebp_cli import durable
 from sparsebp_cli.cli.answer import tell, warn
 from sparsebp_cli.cli.answer.run_record import FreedRun, FreedRuns
 from sparsebp_cli.cli.completion import complete_run
@@ -22,7 +21,7 @@ from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import ask_target, find_all
 from sparsebp_cli.errors import RunBusyError, UsageError
-from sparsebp_cli.run import RunFolder, State, home, list_runs, manifest
+from sparsebp_cli.run import RunFolder, State, durable, home, list_runs, manifest
 from sparsebp_cli.run.folder import DELETED
 
 MOST_NAMED = 10  # number of runs that the question names

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli import durable
 from sparsebp_cli.cli.answer import tell, warn
 from sparsebp_cli.cli.answer.run_record import PlannedRun, RunOutcomes, RunPlans
 from sparsebp_cli.cli.follow import Followed, follow_all, make_outcome, make_outcomes
@@ -21,7 +20,7 @@ from sparsebp_cli.cli.targets import as_change, complete_target
 from sparsebp_cli.cli.validate import load_checked
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UsageError, did_you_mean
-from sparsebp_cli.run import RunFolder, create_run, home
+from sparsebp_cli.run import RunFolder, create_run, durable, home
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan

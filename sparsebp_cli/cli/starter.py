@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.cli.answer import FileList, tell
 from sparsebp_cli.cli.answer.recipe_record import ShippedLine, ShippedList
 from sparsebp_cli.cli.completion import complete_shipped
@@ -19,6 +18,7 @@ from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.entry_point import find_tool, tell_home
 from sparsebp_cli.errors import RecipeError, UsageError
+from sparsebp_cli.run import interpreter
 from sparsebp_cli.starter import Task
 
 

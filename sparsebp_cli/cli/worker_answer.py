@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunFailedError, UsageError
-from sparsebp_cli.run import home
+from sparsebp_cli.run import home, interpreter
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan

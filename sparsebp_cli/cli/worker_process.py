@@ -13,12 +13,11 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import typer
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.quantity import show_clock
 from sparsebp_cli.cli.screen import console, print_line
 from sparsebp_cli.errors import RunFailedError, UsageError
-from sparsebp_cli.run import home
+from sparsebp_cli.run import home, interpreter
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -27,9 +27,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, UsageError
-from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run import RunFolder, durable
 from sparsebp_cli.run.budget import (
     LARGEST_JOURNAL,
     LARGEST_PLAN,

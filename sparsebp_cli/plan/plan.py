@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparsebp_cli import durable
 from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RunNotFoundError, UsageError, first_line
@@ -21,6 +20,7 @@ from sparsebp_cli.plan.provenance import Provenance, find_provenance
 from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.recipe.loader import rename_in_plan
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
+from sparsebp_cli.run import durable
 from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded, read_json
 from sparsebp_cli.run.stored_recipe import GONE, unfold_columns
 from sparsebp_cli.source import DATASETS, MODELS, find_path

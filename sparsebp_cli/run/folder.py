@@ -34,8 +34,8 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
+from sparsebp_cli.run import durable
 from sparsebp_cli.run.budget import LARGEST_PLAN, LARGEST_SMALL, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import find_outline

@@ -38,8 +38,8 @@ from io import UnsupportedOperation
 from pathlib import Path
 from typing import Self
 
-from sparsebp_cli.durable import sync
 from sparsebp_cli.run.budget import LARGEST_SMALL, open_regular, open_to_append, read_json, read_lines
+from sparsebp_cli.run.durable import sync
 from sparsebp_cli.run.metric import EVAL_LOSS, Metric, find_known
 from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, parse_record, to_json
 from sparsebp_cli.run.record_type import EndRecord, Facts, ProofValues, Record

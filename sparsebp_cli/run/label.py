@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import durable
 from sparsebp_cli.run.budget import LARGEST_SMALL, read_json
 
 FILE = "labels.json"

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RunFailedError, UnreachableError
 from sparsebp_cli.policy.error_text import shorten
-from sparsebp_cli.run import RunFolder, manifest
+from sparsebp_cli.run import RunFolder, durable, manifest
 from sparsebp_cli.run.budget import (
     LARGEST_PLAN,
     LONGEST_LINE,

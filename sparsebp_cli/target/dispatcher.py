@@ -15,10 +15,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import RunFolder, State, keep_private
+from sparsebp_cli.run import RunFolder, State, durable, keep_private
 from sparsebp_cli.target.engine import TargetEngine
 from sparsebp_cli.target.launch import detach, leave_client, open_runs, report_start
 from sparsebp_cli.target.remote_run import RemoteRun, describe

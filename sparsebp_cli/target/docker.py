@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, Self, final
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
-from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run import RunFolder, durable
 from sparsebp_cli.run.budget import LARGEST_SMALL, open_to_append, read_json, size_of
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive

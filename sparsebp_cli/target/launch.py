@@ -22,9 +22,9 @@ from typing import Self
 
 import psutil
 
-from sparsebp_cli import durable, errors, interpreter
+from sparsebp_cli import errors
 from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError
-from sparsebp_cli.run import RunFolder, State
+from sparsebp_cli.run import RunFolder, State, durable, interpreter
 from sparsebp_cli.run.budget import LARGEST_SMALL, LONGEST_LINE, open_regular, open_to_append, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.contract import Job

@@ -15,10 +15,9 @@ from typing import final
 
 import psutil
 
-from sparsebp_cli import durable, interpreter
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.recipe.schema import TargetOptions
-from sparsebp_cli.run import RunFolder, State, home
+from sparsebp_cli.run import RunFolder, State, durable, home, interpreter
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, find_worker, start_process, wait_for_last_upload

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from sparsebp_cli import durable, interpreter
+from sparsebp_cli.run import durable, interpreter
 from sparsebp_cli.run.budget import open_to_append
 from sparsebp_cli.target.engine import LOST_CODE, MOST_RESTARTS
 

@@ -8,11 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import TargetOptions
-from sparsebp_cli.run import RunFolder, State
+from sparsebp_cli.run import RunFolder, State, durable
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.engine import TargetEngine
 from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, start_process, wait_for_last_upload

@@ -25,11 +25,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import TargetOptions
-from sparsebp_cli.run import RunFolder, keep_private, read
+from sparsebp_cli.run import RunFolder, interpreter, keep_private, read
 from sparsebp_cli.run.budget import open_to_append
 from sparsebp_cli.target.contract import Target
 from sparsebp_cli.target.end_record import write_end_record

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sparsebp_cli import durable
-from sparsebp_cli.run import JournalWriter, RunFolder, State, manifest
+from sparsebp_cli.run import JournalWriter, RunFolder, State, durable, manifest
 
 STEP_SECONDS = 0.05  # duration of a step of a slow worker
 

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from filelock import FileLock
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan, content_hash
-from sparsebp_cli.run import History, RunFolder, read
+from sparsebp_cli.run import History, RunFolder, durable, read
 from sparsebp_cli.run.budget import LARGEST_SMALL, read_json, size_of
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.label import Labels

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import TrackingError, first_line
 from sparsebp_cli.recipe.store_address import SERVERS, find_problem, sqlite_file
-from sparsebp_cli.run import home
+from sparsebp_cli.run import durable, home
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking.moved import follow_move
 

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import CheckpointError, UsageError
+from sparsebp_cli.run import durable
 
 _FORMAT = 1
 _TENSOR = "__tensor__"

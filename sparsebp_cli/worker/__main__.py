@@ -15,11 +15,10 @@ import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.errors import ChangedError, DivergedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unsupported
-from sparsebp_cli.run import JournalWriter, RunFolder, State, keep_private
+from sparsebp_cli.run import JournalWriter, RunFolder, State, interpreter, keep_private
 from sparsebp_cli.worker import wait_briefly
 from sparsebp_cli.worker.ending import StopRequest, describe_failure, name_refusal, pause_message, stop_message
 from sparsebp_cli.worker.process import NodePlace, process_options

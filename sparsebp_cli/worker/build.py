@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from sparsebp_cli import durable
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
 from sparsebp_cli.backward.linear.quantized import count_parameters
@@ -30,7 +29,7 @@ from sparsebp_cli.policy import (
 from sparsebp_cli.policy.known_kind import find_columns, list_kinds
 from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
-from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
+from sparsebp_cli.run import History, JournalWriter, RunFolder, durable, manifest
 from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.source.adapter import INSIDE

@@ -17,8 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.errors import DataError
+from sparsebp_cli.run import interpreter
 
 CPU_SECONDS = 10  # for one conversation; a large model's template takes less than a millisecond
 MEMORY_BYTES = 1 << 30  # in addition to the process's memory before the first conversation

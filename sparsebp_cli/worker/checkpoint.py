@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsebp_cli import durable
-from sparsebp_cli.durable import PART
 from sparsebp_cli.errors import CheckpointError
+from sparsebp_cli.run import durable
 from sparsebp_cli.run.budget import LARGEST_JOURNAL, LARGEST_PLAN, read_json
+from sparsebp_cli.run.durable import PART
 from sparsebp_cli.run.manifest import MANIFEST, find_damage, write_manifest
 from sparsebp_cli.worker.ending import name_refusal
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.entry_point import entry_points, find_source, find_version
+from sparsebp_cli.run import interpreter
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "numpy", "safetensors", "tokenizers")
 

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunFailedError, SparseBPError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import JournalWriter, RunFolder, State
+from sparsebp_cli.run import JournalWriter, RunFolder, State, interpreter
 from sparsebp_cli.run.journal import read
 from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.worker.ending import DIVERGED, StopRequest, stop_message

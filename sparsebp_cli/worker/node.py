@@ -19,9 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import DataError, RunFailedError
 from sparsebp_cli.recipe.schema import TargetOptions
+from sparsebp_cli.run import durable
 from sparsebp_cli.worker.process import CODE_FILE, NodePlace
 from sparsebp_cli.worker.rank import Reason
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import JournalWriter, RunFolder, State
+from sparsebp_cli.run import JournalWriter, RunFolder, State, durable
 from sparsebp_cli.run.journal import FILE
 from sparsebp_cli.worker.ending import StopRequest, pause_message, stop_message
 from sparsebp_cli.worker.process import Ranks, find_number, process_options

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.cli.app import VERBS as PANELS
 from sparsebp_cli.cli.verb_help import REMOVED
 from sparsebp_cli.errors import SparseBPError
-from sparsebp_cli.run import State, list_runs
+from sparsebp_cli.run import State, interpreter, list_runs
 
 from .conftest import Cli, Write, write_run
 

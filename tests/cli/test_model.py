@@ -21,10 +21,9 @@ from urllib.parse import urlparse
 
 import pytest
 
-from sparsebp_cli import durable
 from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.cli.summary import summarise
-from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
+from sparsebp_cli.run import History, JournalWriter, RunFolder, durable, manifest
 
 from .conftest import REAL, Cli, Start, Write, environment, write_run
 

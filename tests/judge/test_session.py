@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RunFailedError, UsageError
-from sparsebp_cli.run import list_runs
+from sparsebp_cli.run import durable, list_runs
 from sparsebp_lab.judge.answer import JudgeAnswer
 from sparsebp_lab.judge.ledger import Ledger
 from sparsebp_lab.judge.session import TEST_PAIRS, JudgeSession

@@ -13,11 +13,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sparsebp_cli import durable
 from sparsebp_cli.cli.worker_answer import ask
 from sparsebp_cli.errors import RunFailedError
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run import RunFolder, manifest
+from sparsebp_cli.run import RunFolder, durable, manifest
 from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.worker import reload
 from sparsebp_cli.worker.build import save_model, write_whole

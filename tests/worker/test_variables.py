@@ -16,9 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.recipe.schema import TargetOptions
-from sparsebp_cli.run import History, RunFolder
+from sparsebp_cli.run import History, RunFolder, interpreter
 from sparsebp_cli.run.journal import read
 from sparsebp_cli.target.local import LocalTarget
 from tests.worker.conftest import work

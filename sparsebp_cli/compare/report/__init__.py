@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sparsebp_cli import durable
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.comparison import Comparison, Group, Kind
@@ -25,7 +24,7 @@ from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.view import View, view_grid
 from sparsebp_cli.compare.words import say
 from sparsebp_cli.page import check_path, render
-from sparsebp_cli.run import metric
+from sparsebp_cli.run import durable, metric
 from sparsebp_cli.run.visible import make_visible, mask
 
 REPORT_CURVES = (metric.EVAL_LOSS.name, metric.TRAIN_LOSS.name, metric.KEPT_SHARE.name, metric.COSINE.name)

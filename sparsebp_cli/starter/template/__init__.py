@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import durable
 
 
 def fill(name: str, /, **values: str) -> str:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sparsebp_audit.auditor import Audit
 from sparsebp_audit.auditor.application import Application
 from sparsebp_audit.report import AuditReport
-from sparsebp_cli import durable
+from sparsebp_cli.run import durable
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from sparsebp_audit.report.report import AuditReport, Finding, ModuleWork
-from sparsebp_cli import durable
 from sparsebp_cli.page import check_path, render
+from sparsebp_cli.run import durable
 
 COLUMNS = ("modules", "forward", "dgrad", "wgrad", "other", "again", "wasted", "saved", "wasted of it")
 _STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.exit_code import CHECK_FAILED
 from sparsebp_cli.cli.option import Changes
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.run import interpreter
 
 if TYPE_CHECKING:
     from sparsebp_audit.report import AuditReport

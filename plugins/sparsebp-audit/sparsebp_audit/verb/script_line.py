@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sparsebp_audit.report import LOSSLESS_ADVICE, LOSSLESS_REFUSED, AuditReport
-from sparsebp_cli import durable
 from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.run import durable
 
 LIBRARIES = {"transformers", "trl"}
 OURS = "sparsebp_cli"

@@ -27,10 +27,9 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.plan import LedgerMark
-from sparsebp_cli.run import home
+from sparsebp_cli.run import durable, home
 from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, LARGEST_SMALL, read_json
 from sparsebp_cli.run.folder import check_locks, list_folders
 from sparsebp_lab.judge.level import find_free, find_level, find_needed

@@ -24,11 +24,10 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.plan import LedgerMark
 from sparsebp_cli.plan.plan import content_hash
-from sparsebp_cli.run import home
+from sparsebp_cli.run import durable, home
 from sparsebp_lab.judge.ledger import SIDES
 from sparsebp_lab.judge.script import ScriptProposal, ScriptSide
 from sparsebp_lab.judge.script_run import ScriptRun

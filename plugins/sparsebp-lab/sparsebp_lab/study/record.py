@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
-from sparsebp_cli.run import RunFolder, home
+from sparsebp_cli.run import RunFolder, durable, home
 from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_JOURNAL, read_bounded, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_lab.study.published import Paper

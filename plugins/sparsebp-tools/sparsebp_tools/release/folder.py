@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import History, RunFolder, State, manifest
+from sparsebp_cli.run import History, RunFolder, State, durable, manifest
 from sparsebp_cli.run.manifest import MANIFEST, OUTPUTS
 from sparsebp_tools.release import origin as source
 from sparsebp_tools.release.card import Card

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunFailedError, UsageError
+from sparsebp_cli.run import interpreter
 
 SCRIPT = "convert_hf_to_gguf.py"
 FOLDER = "LLAMA_CPP"  # environment variable with the checkout of llama.cpp

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli import durable
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.option import resolve_one
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UsageError, did_you_mean
+from sparsebp_cli.run import durable
 
 if TYPE_CHECKING:
     from sparsebp_tools.bench import BenchForm, Benchmark, Request
