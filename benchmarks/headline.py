@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
-from sparsebp_cli import kernel
+from sparsebp_cli.policy import kernel
 
 IGNORED = -100
 Batch = dict[str, Any]

@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import Waits
 
-from sparsebp_cli import kernel
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy import kernel
 from sparsebp_tools.bench import BenchForm, BenchmarkRow, find_forms
 from sparsebp_tools.bench.row import BenchCase
 from sparsebp_tools.bench.subject import Count, Subject

@@ -25,10 +25,9 @@ from steps import LAYERS, Way, list_ways, make_step, prepare
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsebp_cli import kernel
 from sparsebp_cli.backward.linear.function import LinearLayout, Needs, run_kernel
-from sparsebp_cli.kernel import operation
-from sparsebp_cli.policy import Blocks, GradientSelector, Site, Step, make_policy
+from sparsebp_cli.policy import Blocks, GradientSelector, Site, Step, kernel, make_policy
+from sparsebp_cli.policy.kernel import operation
 from sparsebp_tools.forecast.fake.attention import attend
 
 NUM_ROWS = 8192

@@ -26,8 +26,8 @@ from measured import SIZES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sparsebp_cli import kernel
 from sparsebp_cli.backward.kind.packing import layout, varlen
+from sparsebp_cli.policy import kernel
 from sparsebp_tools.forecast.fake.attention import attend
 
 LARGE = 50_000  # elements of a tensor of numbers that is not computed

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 import sparsebp_cli as sbp
-from sparsebp_cli import kernel
+from sparsebp_cli.policy import kernel
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
 NARROW = ["*k_proj", "*v_proj"]

@@ -43,7 +43,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "R22": (*KEEPS, "compare", "cli"),
     "R31": ("cli", "recipe", "run", "target", "worker", "errors.py"),
     "R32": ("source", "run", "target", "compare"),
-    "R35": ("kernel", "backward"),
+    "R35": ("policy", "backward"),
 }
 
 

@@ -159,7 +159,7 @@ def estimate(name: str, num_bytes: int, flops: float, given: list[Tensor], made:
         tile = (min(128, BLOCK[name.startswith("w")]), 128)
         waste = waste_of_waves(*made[0].shape, tile)
     else:
-        from sparsebp_cli.kernel.rows import find_tile
+        from sparsebp_cli.policy.kernel.rows import find_tile
 
         kept = given[2].numel()
         chosen = find_tile(kept if name.startswith("d") else made[0].shape[0], made[0].shape[1], is_hopper=True)

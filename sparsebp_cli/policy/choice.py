@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from sparsebp_cli import kernel
+from sparsebp_cli.policy import kernel
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, TwoToFour
 
 if TYPE_CHECKING:

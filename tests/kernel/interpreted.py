@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from sparsebp_cli import kernel
 from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.function import Conv1DLayout, LinearLayout, Needs, WeightLayout
-from sparsebp_cli.kernel import check, operation, rows, score
-from sparsebp_cli.policy import Blocks, Rows, Selection, choice
+from sparsebp_cli.policy import Blocks, Rows, Selection, choice, kernel
+from sparsebp_cli.policy.kernel import check, operation, rows, score
 
 # Type; rows, outputs and inputs: ragged, of whole tiles, less than one; share kept; whether what is kept has weights.
 PRODUCTS = (

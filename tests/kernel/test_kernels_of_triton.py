@@ -17,10 +17,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from sparsebp_cli import kernel
 from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.function import LinearCost, LinearLayout, Needs
-from sparsebp_cli.policy import Blocks, Rows
+from sparsebp_cli.policy import Blocks, Rows, kernel
 
 ROOT = Path(__file__).parents[2]
 HAS_WHEEL = sys.platform == "linux" and platform.machine() == "x86_64"
@@ -81,7 +80,7 @@ UNIT = {"grad_column": 1, "weight_input": 1, "x_column": 1, "out_input": 1}  # s
 
 def find_products(weighted: bool, capability: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield the kernels of products with the tiles that they are launched with, blocks of 128 by 128 included."""
-    from sparsebp_cli.kernel import blocks, rows
+    from sparsebp_cli.policy.kernel import blocks, rows
 
     made = partial(rows.options, dtype=torch.bfloat16)
     for tile in (rows.LARGE, rows.SMALL) if capability == 80 else (rows.WIDE, rows.SMALL):
@@ -111,7 +110,7 @@ def test_a_product_is_compiled_for_tensor_cores_without_spills(
 def test_scores_and_small_blocks_are_compiled_without_spills(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsebp_cli.kernel import blocks, rows, score
+    from sparsebp_cli.policy.kernel import blocks, rows, score
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     small = rows.options(blocks.choose_tile(32, 32), torch.bfloat16, indirect=True) | UNIT | {"WEIGHTED": True}

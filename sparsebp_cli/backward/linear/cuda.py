@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebp_cli import kernel
-from sparsebp_cli.policy import Blocks, Rows, Selection
+from sparsebp_cli.policy import Blocks, Rows, Selection, kernel
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input (N, D), weight and bias
 CudaForm = Callable[..., Gradients | None]  # multiplies a kind of selection; None: mask, and multiply densely

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sparsebp_cli.kernel import is_disabled
+from sparsebp_cli.policy.kernel import is_disabled
 
 Ints = npt.NDArray[np.int64]
 Rows = slice | Tensor  # of the first rows, or by index

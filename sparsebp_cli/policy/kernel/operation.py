@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.kernel import blocks, rows, score
+from sparsebp_cli.policy.kernel import blocks, rows, score
 
 ROWS = "Tensor grad, Tensor other, Tensor index, Tensor? weight"
 BLOCKS = "Tensor grad, Tensor other, Tensor index, int high, int wide, Tensor? weight"

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebp_cli.kernel.rows import IS_INTERPRETED, on_device
+from sparsebp_cli.policy.kernel.rows import IS_INTERPRETED, on_device
 
 FEW_ROWS = 128  # one program reads a row; for fewer rows PyTorch's reduction uses more of the device
 ROWS_PER_PART = 32 if IS_INTERPRETED else 256  # entries of a column that one program sums

@@ -53,7 +53,7 @@ def find(tensor: Tensor, *, multiplies: bool = False) -> Any:
         multiplies: Whether the caller multiplies it; a float32 tensor then needs TF32 to be allowed.
 
     Returns:
-        :mod:`sparsebp_cli.kernel.operation`, or None.
+        :mod:`sparsebp_cli.policy.kernel.operation`, or None.
     """
     if _disabled[0] or not is_on_gpu(tensor) or not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
         return None
@@ -73,8 +73,8 @@ def find_on(device: torch.device, product: torch.dtype | None = None) -> Any:
     if torch.version.cuda is None or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     try:
-        operation = import_module("sparsebp_cli.kernel.operation")  # built with the machine's C compiler
-        check = import_module("sparsebp_cli.kernel.check")
+        operation = import_module("sparsebp_cli.policy.kernel.operation")  # built with the machine's C compiler
+        check = import_module("sparsebp_cli.policy.kernel.check")
         wrong = check.find_wrong(operation, device, product)
         reason = f"wrong: {', '.join(wrong)}"
     except Exception as error:  # no compiler, a folder without write access, a device that Triton does not support

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebp_cli.kernel.rows import IS_INTERPRETED, Tile, empty_wgrad, on_device, options, scale
+from sparsebp_cli.policy.kernel.rows import IS_INTERPRETED, Tile, empty_wgrad, on_device, options, scale
 
 
 @triton.jit
