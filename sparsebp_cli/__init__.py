@@ -72,14 +72,14 @@ if TYPE_CHECKING:
         attach,
         segmented_backward,
     )
-    from sparsebp_cli.composition import BackwardOptions
     from sparsebp_cli.policy import find_policies, make_policy
+    from sparsebp_cli.policy.composition import BackwardOptions
     from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
 else:
     _ROOMS = {
         "attach": "sparsebp_cli.backward",
         "audit": "sparsebp_cli.auditor",  # moved; the next release removes it
-        "BackwardOptions": "sparsebp_cli.composition",
+        "BackwardOptions": "sparsebp_cli.policy.composition",
         "Engine": "sparsebp_cli.backward",
         "GradStore": "sparsebp_cli.backward",
         "PolicyCallback": "sparsebp_cli.trainer",

@@ -11,8 +11,8 @@ from types import ModuleType
 
 from generator.markdown import code, head, table
 from generator.policy import KINDS
-from sparsebp_cli.composition import Rule, make_rules
 from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.policy.composition import Rule, make_rules
 from sparsebp_cli.policy.known_kind import KnownKinds
 from sparsebp_cli.policy.rule import AllBut, Conditions, Match
 from sparsebp_cli.recipe import load_stored

@@ -29,7 +29,6 @@ from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.site import NodeAdapter
 from sparsebp_cli.backward.observe.attribution import is_watched
 from sparsebp_cli.backward.patch.forward import ForwardOverride
-from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import (
     BatchPacker,
@@ -41,6 +40,7 @@ from sparsebp_cli.policy import (
     Step,
     make_policies,
 )
+from sparsebp_cli.policy.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
 from sparsebp_cli.policy.kind import load
 from sparsebp_cli.policy.known_kind import find_aspects, find_facts, find_kind, list_kinds
 from sparsebp_cli.policy.scheduled_option import needs_length

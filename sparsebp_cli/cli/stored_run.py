@@ -113,9 +113,9 @@ def check_plans(plans: Sequence[Plan]) -> None:
 def check_trainable(folders: Sequence[RunFolder]) -> None:
     """Raise ``UsageError`` for a run whose keys, policies or optimizer this version cannot train, before anything is
     written or started."""
-    from sparsebp_cli.composition import find_optimizer
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.policy import make_policies
+    from sparsebp_cli.policy.composition import find_optimizer
     from sparsebp_cli.run.stored_recipe import MARK
 
     for folder in folders:

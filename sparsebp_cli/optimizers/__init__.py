@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.composition.optimizer import OptimizerEntry, find_in_torch
+from sparsebp_cli.policy.composition.optimizer import OptimizerEntry, find_in_torch
 
 __all__ = [
     "OptimizerEntry",

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RunNotFoundError, UsageError, first_line
 from sparsebp_cli.plan.provenance import Provenance, find_provenance
 from sparsebp_cli.policy import ReferenceReader, make_policy
+from sparsebp_cli.policy.composition.backward import STORED
 from sparsebp_cli.recipe.loader import rename_in_plan
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
 from sparsebp_cli.run import durable

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.plan.plan import content_hash
+from sparsebp_cli.policy.composition.backward import STORED
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import read
 from sparsebp_cli.run.stored_recipe import rename_keys

@@ -1,8 +1,8 @@
 """Rules about unsupported combinations, and functions that make the most common ones.
 
 A rule is data. It refers to options and to facts that a policy declares by its contract, such as its kind. It never
-refers to a policy by name. Kinds declare the rules that limit them; ``sparsebp_cli.composition`` declares the rules
-about options.
+refers to a policy by name. Kinds declare the rules that limit them; ``policy.composition`` declares the rules about
+options.
 """
 
 from __future__ import annotations

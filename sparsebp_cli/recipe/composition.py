@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import make_policy
+from sparsebp_cli.policy.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location
 from sparsebp_cli.policy.known_kind import find_facts

@@ -18,8 +18,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails
 
-from sparsebp_cli.composition import ADAPTER_TYPES, BackwardOptions, find_adapter_options
 from sparsebp_cli.errors import did_you_mean
+from sparsebp_cli.policy.composition import ADAPTER_TYPES, BackwardOptions, find_adapter_options
 from sparsebp_cli.policy.error_text import shorten, show
 
 PositiveInt = Annotated[int, Field(ge=1)]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparsebp_cli.composition import ADAPTER_TYPES, find_adapter_options
 from sparsebp_cli.errors import DataError
+from sparsebp_cli.policy.composition import ADAPTER_TYPES, find_adapter_options
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.source.model import LARGEST_CONFIG, read_object
 from sparsebp_cli.source.name import MODELS, find_source

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from sparsebp_cli.backward import Engine, PassCount, Proof, attach, count_flops, saved_bytes
 from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
-from sparsebp_cli.composition import PolicyFacts, Setup, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Kind, Policy, PolicyLike, make_policies
+from sparsebp_cli.policy.composition import PolicyFacts, Setup, find_refusals
 from sparsebp_cli.policy.kind import load
 from sparsebp_cli.policy.known_kind import find_kind, find_kinds
 from sparsebp_cli.policy.rule import Match, Rule

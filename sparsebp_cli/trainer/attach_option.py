@@ -8,8 +8,8 @@ from typing import Literal, TypedDict
 
 from torch import nn
 
-from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, refuse
 from sparsebp_cli.policy import Policy, PolicyLike, make_policies
+from sparsebp_cli.policy.composition import BackwardChoices, BackwardOptions, Setup, refuse
 
 
 class AttachArguments(TypedDict, total=False):

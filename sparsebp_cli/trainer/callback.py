@@ -20,9 +20,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from typing_extensions import override
 
 from sparsebp_cli.backward import Engine, attach
-from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import PolicyLike
+from sparsebp_cli.policy.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.trainer.attach_option import AttachArguments, AttachOptions
 from sparsebp_cli.trainer.log_value import count_step, interval_values, restored_counters, total_values
 from sparsebp_cli.trainer.micro_batch import MicroBatches

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward import Engine
-from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, TokenSelector
+from sparsebp_cli.policy.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.policy.known_kind import find_facts, list_kinds
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sparsebp_cli.backward.linear.quantized import find_quantized
-from sparsebp_cli.composition import READERS, find_adapter_options
 from sparsebp_cli.errors import DataError
+from sparsebp_cli.policy.composition import READERS, find_adapter_options
 from sparsebp_cli.recipe.schema import ModelSection
 from sparsebp_cli.run import durable
 from sparsebp_cli.source import MODELS, find_source

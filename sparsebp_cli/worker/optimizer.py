@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from sparsebp_cli.composition import find_optimizer
 from sparsebp_cli.errors import DataError, did_you_mean
+from sparsebp_cli.policy.composition import find_optimizer
 from sparsebp_cli.recipe.schema import TrainingSection
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.core.policy_state import PolicyStates
-from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import (
     Columns,
@@ -27,6 +26,7 @@ from sparsebp_cli.policy import (
     Step,
     choice,
 )
+from sparsebp_cli.policy.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_cli.testing.selector import check_selector
 from sparsebp_shelf.part import WeightGradient

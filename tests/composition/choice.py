@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from sparsebp_cli.composition import list_optimizers
+from sparsebp_cli.policy.composition import list_optimizers
 from sparsebp_cli.policy.discovery import find_policy
 
 Sections = Mapping[str, Mapping[str, Any]]

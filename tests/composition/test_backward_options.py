@@ -7,8 +7,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.recipe.schema import Recipe
 
 

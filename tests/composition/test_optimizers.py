@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.composition import find_optimizer, list_optimizers
 from sparsebp_cli.errors import RecipeError, UsageError
+from sparsebp_cli.policy.composition import find_optimizer, list_optimizers
 from sparsebp_cli.recipe import load_recipe
 
 PLUGIN = """\
-from sparsebp_cli.composition import OptimizerEntry
+from sparsebp_cli.policy.composition import OptimizerEntry
 
 SIGN = OptimizerEntry("sign_plugin_class:SignDescent", ("momentum",))
 NOTHING = "no entry"
@@ -107,7 +107,7 @@ def test_weights_are_cut_into_parts_only_for_optimizers_that_say_so(plugin: None
 
 def test_optimizers_are_listed_without_importing_torch() -> None:
     code = (
-        "import sys; from sparsebp_cli.composition import find_optimizer, list_optimizers\n"
+        "import sys; from sparsebp_cli.policy.composition import find_optimizer, list_optimizers\n"
         "print([find_optimizer(name).place for name in list_optimizers()] != [], 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

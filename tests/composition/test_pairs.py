@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 
-from sparsebp_cli.composition import find_rules
 from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.policy.composition import find_rules
 from sparsebp_cli.recipe import Recipe, load_stored, refuse_unsupported
 from sparsebp_cli.recipe.composition import PLACES, find_unsupported
 from sparsebp_cli.run import JournalWriter, create_run

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from sparsebp_cli import entry_point
-from sparsebp_cli.composition import find_optimizer, list_optimizers
 from sparsebp_cli.errors import PolicyError, RecipeError
 from sparsebp_cli.plan import identity
 from sparsebp_cli.plan.identity import find_code
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import find_policies, make_policy
+from sparsebp_cli.policy.composition import find_optimizer, list_optimizers
 from sparsebp_cli.policy.known_kind import find_kinds
 from sparsebp_cli.policy.shelf import MOVED, OPTIMIZERS, REMOVED, REMOVED_OPTIMIZERS, SHELF
 from sparsebp_cli.recipe import Recipe, load_recipe

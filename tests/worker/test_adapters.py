@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
-from sparsebp_cli.composition import ADAPTER_TYPES, find_adapter_options
-from sparsebp_cli.composition.adapter import NOT_OPTIONS
 from sparsebp_cli.errors import DataError, RecipeError
+from sparsebp_cli.policy.composition import ADAPTER_TYPES, find_adapter_options
+from sparsebp_cli.policy.composition.adapter import NOT_OPTIONS
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import LoraSection, ModelSection, Recipe
 from sparsebp_cli.run import History, RunFolder

@@ -17,9 +17,9 @@ from transformers import SchedulerType, Trainer
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from sparsebp_cli.backward.core.rewind import capture_rng
-from sparsebp_cli.composition import find_optimizer, list_optimizers
 from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.optimizers.apollo import Apollo
+from sparsebp_cli.policy.composition import find_optimizer, list_optimizers
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import SCHEDULE_ARGUMENTS, TrainingSection
 from sparsebp_cli.run import History

@@ -23,8 +23,8 @@ from transformers import (
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.linear.quantized import find_quantized
-from sparsebp_cli.composition import ADAPTER_TYPES, READERS
 from sparsebp_cli.errors import DataError, RecipeError, UnsupportedError
+from sparsebp_cli.policy.composition import ADAPTER_TYPES, READERS
 from sparsebp_cli.recipe import load_recipe, refuse_unsupported
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import History, RunFolder

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import saved_bytes
-from sparsebp_cli.composition import PolicyFacts
 from sparsebp_cli.policy import Site, Step, make_policies
+from sparsebp_cli.policy.composition import PolicyFacts
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_shelf.policies.velora import VeLoRA
 from sparsebp_shelf.saver import SavedDirection

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.policy import Policy
+from sparsebp_cli.policy.composition import PolicyFacts, Setup, refuse
 
 SEVERAL = "several (DDP or FSDP)"
 

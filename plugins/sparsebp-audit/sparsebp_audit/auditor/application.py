@@ -24,9 +24,9 @@ from sparsebp_audit.auditor.session import Session
 from sparsebp_audit.report import Applied, StepTimes
 from sparsebp_cli.backward.attachment import refuse_model
 from sparsebp_cli.backward.kind.packing.refusal import find_model
-from sparsebp_cli.composition import BackwardOptions
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import make_policies
+from sparsebp_cli.policy.composition import BackwardOptions
 
 TIMED = 20  # steps of each kind
 # which of four steps have less work; a drift of the machine affects both kinds equally

@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import Elements, GradientSelector, Policy, Selection, make_policy
+from sparsebp_cli.policy.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
 from sparsebp_cli.policy.router import EdgeRouter
 

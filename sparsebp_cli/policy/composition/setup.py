@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from sparsebp_cli.composition.table import find_rules
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import ParameterGradient, Policy, Stateful
+from sparsebp_cli.policy.composition.table import find_rules
 from sparsebp_cli.policy.known_kind import find_facts
 from sparsebp_cli.policy.rule import AllBut, Condition, Match, Rule
 

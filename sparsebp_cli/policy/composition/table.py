@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from sparsebp_cli.composition.loop_table import OWN_LOOP, make_compiled_rules, make_trainer_rules
-from sparsebp_cli.composition.option_table import OPTIONS
+from sparsebp_cli.policy.composition.loop_table import OWN_LOOP, make_compiled_rules, make_trainer_rules
+from sparsebp_cli.policy.composition.option_table import OPTIONS
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.known_kind import KnownKinds, find_kinds
 from sparsebp_cli.policy.rule import SAME, Conditions, Rule, one_process, whole_weights

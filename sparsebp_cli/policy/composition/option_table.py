@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsebp_cli.composition.adapter import READERS
+from sparsebp_cli.policy.composition.adapter import READERS
 from sparsebp_cli.policy.rule import ABSENT, GIVEN, SEVERAL, Rule
 
 OPTIONS = (
