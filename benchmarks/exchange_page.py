@@ -32,7 +32,7 @@ CLAIMS = {
 def render(tasks: Sequence[dict[str, Any]]) -> str:
     """Return the page."""
     loader = jinja2.ChoiceLoader(
-        [jinja2.FileSystemLoader(Path(__file__).parent / "page"), jinja2.PackageLoader("sparsebp_cli.page", "")]
+        [jinja2.FileSystemLoader(Path(__file__).parent / "page"), jinja2.PackageLoader("sparsebp_cli.compare.page", "")]
     )
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

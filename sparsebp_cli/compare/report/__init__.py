@@ -19,11 +19,11 @@ from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import flatten
 from sparsebp_cli.compare.number import SECONDS
 from sparsebp_cli.compare.overview_grid import grids
+from sparsebp_cli.compare.page import check_path, render
 from sparsebp_cli.compare.report.headline import find_withheld, join_names, make_headline
 from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.view import View, view_grid
 from sparsebp_cli.compare.words import say
-from sparsebp_cli.page import check_path, render
 from sparsebp_cli.run import durable, metric
 from sparsebp_cli.run.visible import make_visible, mask
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from sparsebp_audit.report.report import AuditReport, Finding, ModuleWork
-from sparsebp_cli.page import check_path, render
+from sparsebp_cli.compare.page import check_path, render
 from sparsebp_cli.run import durable
 
 COLUMNS = ("modules", "forward", "dgrad", "wgrad", "other", "again", "wasted", "saved", "wasted of it")

@@ -98,7 +98,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
             "--fail-if-mixed needs --examples, which checks whether examples of a batch influence each other"
         )
     if html is not None:
-        from sparsebp_cli.page import check_path
+        from sparsebp_cli.compare.page import check_path
 
         check_path(html)
     from sparsebp_audit.verb.audit_process import run_audited

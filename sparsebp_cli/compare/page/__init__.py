@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.page.character import make_visible
+from sparsebp_cli.run.visible import make_visible
 
 __all__ = ["check_path", "render"]
 
