@@ -101,7 +101,7 @@ PATHS = {  # files that take a path or an address apart at a slash
     "sparsebp_cli/recipe/schema.py",
     "sparsebp_cli/run/visible.py",
     "sparsebp_cli/source/name.py",
-    "sparsebp_cli/starter/shipped.py",
+    "sparsebp_cli/cli/starter/shipped.py",
     "sparsebp_cli/tracking/content.py",
 }
 

@@ -62,7 +62,7 @@ few=(--set training.max_steps=4 --set training.warmup_steps=1 --set measure.eval
   --set measure.warmup_steps=1 --set checkpoint.every=2)
 sparsebp quickstart "${few[@]}" --ids ids
 sparsebp compare $(cat ids) --html report.html
-diff -r "$site/sparsebp_cli/starter/recipes" "$checkout/recipes"
+diff -r "$site/sparsebp_cli/cli/starter/recipes" "$checkout/recipes"
 sparsebp recipes
 sparsebp recipes copy topk-rows copied
 sparsebp validate copied/*.yaml

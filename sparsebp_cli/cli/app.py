@@ -22,6 +22,7 @@ from sparsebp_cli.cli.control import cancel, logs, resume
 from sparsebp_cli.cli.data import data
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
+from sparsebp_cli.cli.init import init, new, recipes
 from sparsebp_cli.cli.label import tag
 from sparsebp_cli.cli.outlet import Outlets
 from sparsebp_cli.cli.plugin import load_verbs
@@ -32,7 +33,6 @@ from sparsebp_cli.cli.runs import runs
 from sparsebp_cli.cli.schema import schema
 from sparsebp_cli.cli.screen import print_error, print_line
 from sparsebp_cli.cli.show import show
-from sparsebp_cli.cli.starter import init, new, recipes
 from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.tracking import sync
 from sparsebp_cli.cli.validate import validate

@@ -44,7 +44,7 @@ def complete_recipe(incomplete: str) -> list[str] | list[tuple[str, str]]:
 
 def complete_shipped(incomplete: str) -> list[tuple[str, str]]:
     """Return names of shipped recipes that begin with the typed text, with or without folder, and a help text each."""
-    from sparsebp_cli.starter import list_shipped
+    from sparsebp_cli.cli.starter import list_shipped
 
     found = [(name, one.summary) for one in list_shipped() for name in dict.fromkeys((one.short_name, one.name))]
     return [(name, summary) for name, summary in found if name.startswith(incomplete)]

@@ -16,15 +16,15 @@ RECIPE_HELP = "Recipe files (YAML), or names of `sparsebp recipes`."
 
 
 def resolve_all(given: list[Path] | None) -> list[Path] | None:
-    """Return the files that typed recipes name; see :func:`~sparsebp_cli.starter.resolve_recipe`."""
-    from sparsebp_cli.starter import resolve_recipe
+    """Return the files that typed recipes name; see :func:`~sparsebp_cli.cli.starter.resolve_recipe`."""
+    from sparsebp_cli.cli.starter import resolve_recipe
 
     return given and [resolve_recipe(path) for path in given]
 
 
 def resolve_one(given: Path | None) -> Path | None:
     """Return the file that a typed recipe names."""
-    from sparsebp_cli.starter import resolve_recipe
+    from sparsebp_cli.cli.starter import resolve_recipe
 
     return given and resolve_recipe(given)
 

@@ -25,9 +25,9 @@ def quickstart(
     output: Format = Output.TABLE,
 ) -> None:
     """Train a small model twice, the second time with less work for the same gradient, and compare the two runs."""
+    from sparsebp_cli.cli.starter import find_shipped
     from sparsebp_cli.compare import Question, compare_runs, load_all
     from sparsebp_cli.compare.choose import choose, local_candidates
-    from sparsebp_cli.starter import find_shipped
 
     plans = make_plans([find_shipped(name).file for name in RECIPES], changes or [], None)
     if ids is not None:

@@ -16,7 +16,7 @@ from sparsebp_cli.cli.stored_run import find_studies
 from sparsebp_cli.entry_point import find_tool
 from sparsebp_cli.errors import UsageError
 
-SKILL = ("starter", "skill", "SKILL.md")  # path inside the package
+SKILL = ("cli", "starter", "skill", "SKILL.md")  # path inside the package
 
 
 def schema(

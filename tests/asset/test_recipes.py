@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from sparsebp_cli.cli.starter.shipped import SHORT
 from sparsebp_cli.plan import make_plan
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import create_run, read
-from sparsebp_cli.starter.shipped import SHORT
 from tests.worker.conftest import work
 
 FOLDER = Path(__file__).parents[2] / "recipes"

@@ -192,18 +192,18 @@ def meet_removed(reader: Reader) -> None:
 
 def meet_lists(reader: Reader) -> None:
     reader.meet("recipes", "copy")
-    assert "topk" in reader.follow("cli/starter.py", "sparsebp recipes")
+    assert "topk" in reader.follow("cli/init.py", "sparsebp recipes")
     reader.meet("recipes", "copy", "nosuch")
-    assert "topk" in reader.follow("starter/shipped.py", "sparsebp recipes")
+    assert "topk" in reader.follow("cli/starter/shipped.py", "sparsebp recipes")
     reader.meet("recipes")
     listed = reader.printed
-    reader.follow("cli/starter.py", "sparsebp run NAME", NAME="topk-rows")
+    reader.follow("cli/init.py", "sparsebp run NAME", NAME="topk-rows")
     reader.printed = listed
-    reader.follow("cli/starter.py", "sparsebp study papers/NAME", "--dry-run", **{"papers/NAME": "papers/lora-sst2"})
+    reader.follow("cli/init.py", "sparsebp study papers/NAME", "--dry-run", **{"papers/NAME": "papers/lora-sst2"})
     reader.printed = listed
     to = reader.folder / "copied"
     to.mkdir()
-    reader.follow("cli/starter.py", "sparsebp recipes copy NAME [TO]", **{"NAME": "topk-rows", "[TO]": to})
+    reader.follow("cli/init.py", "sparsebp recipes copy NAME [TO]", **{"NAME": "topk-rows", "[TO]": to})
     assert list(to.glob("*.yaml"))
     reader.meet("targets", "check")
     assert "docker" in reader.follow("cli/targets.py", "sparsebp targets")
@@ -392,11 +392,11 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
         ("cli/verb_help.py", "sparsebp runs"),
     ),
     meet_lists: (
-        ("cli/starter.py", "sparsebp recipes"),
-        ("cli/starter.py", "sparsebp run NAME"),
-        ("cli/starter.py", "sparsebp study papers/NAME"),
-        ("starter/shipped.py", "sparsebp recipes"),
-        ("cli/starter.py", "sparsebp recipes copy NAME [TO]"),
+        ("cli/init.py", "sparsebp recipes"),
+        ("cli/init.py", "sparsebp run NAME"),
+        ("cli/init.py", "sparsebp study papers/NAME"),
+        ("cli/starter/shipped.py", "sparsebp recipes"),
+        ("cli/init.py", "sparsebp recipes copy NAME [TO]"),
         ("cli/targets.py", "sparsebp targets"),
         ("recipe/target.py", "sparsebp targets"),
         ("cli/policies.py", "sparsebp policies NAME"),
@@ -443,7 +443,7 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
 
 # The tests that follow an advice whose state is dear to make: a training, a package index, a server.
 ELSEWHERE = {
-    ("cli/starter.py", "sparsebp validate {}"): ("cli/test_foreign_recipe.py::test_the_recipe_of_local_data_validates"),
+    ("cli/init.py", "sparsebp validate {}"): ("cli/test_foreign_recipe.py::test_the_recipe_of_local_data_validates"),
     ("asset/fetched.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
     ("verb/assets.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
     ("report/kind.py", "sparsebp audit --apply"): (

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from sparsebp_cli.cli import starter as verb
+from sparsebp_cli.cli import init as verb
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.recipe.foreign_key import ANSWERS, NOT_NEEDED
 from sparsebp_cli.recipe.schema import Recipe

@@ -322,7 +322,7 @@ def test_every_schema_describes_every_field() -> None:
 # A client that knows a page, and nothing else.
 
 ROW = re.compile(r"^\| `(sparsebp .*)` \| `([\w-]+)` \| (\d+) \| (?:`(\w+)`)? ?\| (?:`(.+)`)? ?\|$", re.MULTILINE)
-PAGES = ("docs/guide/tracking.md", "sparsebp_cli/starter/skill/SKILL.md")
+PAGES = ("docs/guide/tracking.md", "sparsebp_cli/cli/starter/skill/SKILL.md")
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sparsebp_cli.cli import starter as verb
-from sparsebp_cli.starter import collect_files, list_shipped, shipped
-from sparsebp_cli.starter.folder import describe_environment
+from sparsebp_cli.cli import init as verb
+from sparsebp_cli.cli.starter import collect_files, list_shipped, shipped
+from sparsebp_cli.cli.starter.folder import describe_environment
 
 from .conftest import Cli
 

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, PreTrainedTokenizerFast
 
+from sparsebp_cli.cli.starter.template import fill
 from sparsebp_cli.recipe import load_recipe
-from sparsebp_cli.starter.template import fill
 from sparsebp_cli.worker.data import build_data
 from sparsebp_cli.worker.data_preview import show_first
 from sparsebp_cli.worker.model import build_tokenizer, read_architecture

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from sparsebp_cli.cli.starter import list_shipped
 from sparsebp_cli.policy.discovery import find_policies
 from sparsebp_cli.source import inspect_sources
 from sparsebp_cli.source.inspection import SourceProblem
-from sparsebp_cli.starter import list_shipped
 from sparsebp_lab.study.loader import LoadedStudy, load_study
 from sparsebp_lab.verb.study_tool import is_study
 from tests.fixture.hub.lay_out import lay_out

@@ -182,10 +182,10 @@ def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:
 def _train_command(words: list[str], changes: list[str] | None, steps: int, place: Path) -> list[str]:
     """Return the worker's command for a recipe, without evaluations, probes and checkpoints."""
 
+    from sparsebp_cli.cli.starter import resolve_recipe
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import load_recipe
     from sparsebp_cli.recipe.evaluation import without_generation
-    from sparsebp_cli.starter import resolve_recipe
 
     if len(words) > 1:
         raise UsageError(f"audit takes one recipe, got {len(words)}: {' '.join(words)}")

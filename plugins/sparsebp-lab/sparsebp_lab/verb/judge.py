@@ -152,9 +152,9 @@ def _read(
     candidate: str | None, against: Path, changes: Sequence[str], both: Sequence[str], equal: Equal
 ) -> RecipeArms:
     """Return two recipes as the arms of a question."""
+    from sparsebp_cli.cli.starter import resolve_recipe
     from sparsebp_cli.plan import find_provenance
     from sparsebp_cli.policy import find_policies
-    from sparsebp_cli.starter import resolve_recipe
     from sparsebp_lab.judge.question import RecipeProposal
     from sparsebp_lab.judge.recipe_arms import RecipeArms
 

@@ -16,10 +16,10 @@ from sparsebp_cli.cli.answer.recipe_record import ShippedLine, ShippedList
 from sparsebp_cli.cli.completion import complete_shipped
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
+from sparsebp_cli.cli.starter import Task
 from sparsebp_cli.entry_point import find_tool, tell_home
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.run import interpreter
-from sparsebp_cli.starter import Task
 
 
 class RecipeAction(StrEnum):
@@ -40,7 +40,7 @@ def recipes(
     output: Format = Output.TABLE,
 ) -> None:
     """List the included recipes; `copy NAME [TO]` copies one into a folder. Overwrites nothing."""
-    from sparsebp_cli.starter import collect_files, find_shipped, list_shipped, write_files
+    from sparsebp_cli.cli.starter import collect_files, find_shipped, list_shipped, write_files
 
     if action is not None:
         if name is None:
@@ -108,7 +108,7 @@ def init(
     output: Format = Output.TABLE,
 ) -> None:
     """Write a project folder: two recipes, targets, an example policy with its test, a README."""
-    from sparsebp_cli.starter import check_new, default_data, make_starter, write_files
+    from sparsebp_cli.cli.starter import check_new, default_data, make_starter, write_files
 
     check_new(folder)
     if file is not None:
@@ -133,7 +133,7 @@ def init(
 
 
 def _convert(source: Path, folder: Path, output: Output) -> None:
-    from sparsebp_cli.starter import write_files
+    from sparsebp_cli.cli.starter import write_files
 
     if (convert := find_tool("convert")) is None:
         raise UsageError(f"init --from is {tell_home('sparsebp-tools')}")
@@ -158,8 +158,8 @@ def _absolute(name: str) -> str:
 
 def _check_recipes(files: dict[str, str]) -> None:
     """Check the recipes before they are written, so that a wrong model or wrong data leave nothing behind."""
+    from sparsebp_cli.cli.starter import write_files
     from sparsebp_cli.cli.validate import load_checked
-    from sparsebp_cli.starter import write_files
 
     recipes = {name: text for name, text in files.items() if name.endswith(".yaml") and name != "targets.yaml"}
     # Use a temporary folder first: a recipe that fails its check leaves nothing behind.
@@ -188,8 +188,8 @@ def new(
     output: Format = Output.TABLE,
 ) -> None:
     """Write an installable package for a policy of your own: module, entry point, tests, README."""
+    from sparsebp_cli.cli.starter import check_new, make_package, write_files
     from sparsebp_cli.policy.discovery import find_policies
-    from sparsebp_cli.starter import check_new, make_package, write_files
 
     files = make_package(name)
     if known := find_policies().get(name):

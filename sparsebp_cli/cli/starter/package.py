@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from sparsebp_cli.cli.starter.template import fill
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.starter.template import fill
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
 
+from sparsebp_cli.cli.starter.package import make_package
+from sparsebp_cli.cli.starter.template import fill
 from sparsebp_cli.errors import SparseBPError, UsageError
-from sparsebp_cli.starter.package import make_package
-from sparsebp_cli.starter.template import fill
 
 OWN_MODEL = "austen-llama"
 # Columns of a row, in the order in which ``--columns`` names them.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sparsebp_cli.errors import UsageError, did_you_mean
 
-PLACES = (Path(__file__).parent / "recipes", Path(__file__).parents[2] / "recipes")
+PLACES = (Path(__file__).parent / "recipes", Path(__file__).parents[3] / "recipes")
 # Recipes in these folders can also be named without the folder, as before there were folders; stems are unique.
 SHORT = ("start", "exact", "methods", "training")
 DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
