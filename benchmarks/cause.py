@@ -40,7 +40,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402
 
 import sparsebp_cli as sbp  # noqa: E402
-from sparsebp_cli.asset.bundled import austen_llama, is_held_out, load_austen, load_cmudict, load_python_docs  # noqa: E402
+from sparsebp_cli.source.bundled import austen_llama, is_held_out, load_austen, load_cmudict, load_python_docs  # noqa: E402
 from sparsebp_lab.worth.curvature import Curvature  # noqa: E402
 from sparsebp_lab.worth.squares import WorthMetric, inner  # noqa: E402
 from sparsebp_lab.worth.step_length import StepLength, share_of_batch  # noqa: E402

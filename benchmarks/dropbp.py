@@ -32,8 +32,8 @@ from torch import Tensor  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
 import sparsebp_cli as sbp  # noqa: E402
-from sparsebp_cli.asset.checkpointing import checkpoint_activations  # noqa: E402
 from sparsebp_cli.backward import count_flops, saved_bytes  # noqa: E402
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations  # noqa: E402
 from sparsebp_tools.bench.row import quartiles  # noqa: E402
 
 # A policy's name and options, and under "attach" further arguments of attach; empty: no policy.

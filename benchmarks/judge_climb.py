@@ -26,11 +26,11 @@ from checkout import ROOT, use_checkout
 
 use_checkout()
 
-from sparsebp_cli.asset.bundled import austen_llama, load_python_docs  # noqa: E402
 from sparsebp_cli.compare.statistics import summarise  # noqa: E402
 from sparsebp_cli.plan import Plan, Provenance  # noqa: E402
 from sparsebp_cli.recipe import Recipe, load_recipe  # noqa: E402
 from sparsebp_cli.run import JournalWriter, State  # noqa: E402
+from sparsebp_cli.source.bundled import austen_llama, load_python_docs  # noqa: E402
 from sparsebp_lab.judge.budget import QuestionBudget  # noqa: E402
 from sparsebp_lab.judge.ledger import Ledger  # noqa: E402
 from sparsebp_lab.judge.question import Contender, RecipeProposal  # noqa: E402

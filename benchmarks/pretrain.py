@@ -32,8 +32,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparsebp_cli.asset import bundled
 from sparsebp_cli.run import durable
+from sparsebp_cli.source import bundled
 
 HELD_OUT = "persuasion.txt"
 SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}

@@ -27,8 +27,8 @@ use_checkout()
 import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations, keep_activations  # noqa: E402
 from sparsebp_cli.backward import attach  # noqa: E402
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations, keep_activations  # noqa: E402
 from sparsebp_tools.memory import memory_trace  # noqa: E402
 
 TINY = ["--layers", "4", "--hidden", "32", "--vocabulary", "64", "--tokens", "16", "--rounds", "2"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.bundled import austen_llama, load_python_docs
 from sparsebp_cli.policy.token import TokenMode
+from sparsebp_cli.source.bundled import austen_llama, load_python_docs
 
 KEYS_VALUES = ("k_proj", "v_proj")
 

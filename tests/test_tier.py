@@ -25,7 +25,7 @@ def test_an_import_of_what_is_heavy_fails_at_the_barrier(name: str) -> None:
 
 
 def test_the_barrier_lets_others_pass() -> None:
-    assert [Barrier().find_spec(name) for name in ("torch", "datasets_of_mine", "sparsebp_cli.asset")] == [None] * 3
+    assert [Barrier().find_spec(name) for name in ("torch", "datasets_of_mine", "sparsebp_cli.source")] == [None] * 3
 
 
 def test_the_fast_tier_runs_behind_the_barrier(pytestconfig: pytest.Config) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
 from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.errors import DataError, UnsupportedError
@@ -34,6 +33,7 @@ from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.source.adapter import INSIDE
 from sparsebp_cli.source.attention import refuse_device, refuse_missing_package
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from sparsebp_cli.worker.adapter import is_adapted, merge_beside
 from sparsebp_cli.worker.asked import find_questions
 from sparsebp_cli.worker.batch import BatchOrder

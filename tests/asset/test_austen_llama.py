@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import pretrain
-from sparsebp_cli.asset import bundled
+from sparsebp_cli.source import bundled
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ content = {}
 for entry in sorted(entry_points(group="sparsebp.datasets"), key=lambda e: e.name):
     if entry.name in sys.argv[1:]:
         content[entry.name] = hashlib.sha256(json.dumps(entry.load()()).encode()).hexdigest()
-from sparsebp_cli.asset import bundled
+from sparsebp_cli.source import bundled
 assert (bundled.austen_llama() / "config.json").is_file()
 heavy = {"torch", "transformers", "datasets", "numpy", "mlflow"} & {name.partition(".")[0] for name in sys.modules}
 print(json.dumps([content, sorted(heavy)]))
@@ -90,7 +90,7 @@ def test_the_dictionary_holds_30000_words_and_a_tenth_is_held_out():
 
 
 def test_austen_is_cut_into_chapters_and_nothing_is_lost():
-    from sparsebp_cli.asset import bundled
+    from sparsebp_cli.source import bundled
 
     splits = bundled.load_austen()
     assert sum(row["text"].startswith("Chapter ") for row in splits["test"]) == 24

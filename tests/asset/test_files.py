@@ -3,10 +3,10 @@
 import hashlib
 from pathlib import Path
 
-import sparsebp_cli.asset
-from sparsebp_cli.asset import bundled
+import sparsebp_cli.source
+from sparsebp_cli.source import bundled
 
-DATA = Path(sparsebp_cli.asset.__file__).parent / "data"
+DATA = Path(sparsebp_cli.source.__file__).parent / "data"
 PROJECT = Path(__file__).parents[2]
 
 

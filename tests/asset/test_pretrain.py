@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import pretrain
-from sparsebp_cli.asset import bundled
+from sparsebp_cli.source import bundled
 
 
 @pytest.fixture

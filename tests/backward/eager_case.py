@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import attach
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.backward.conftest import tiny_model, tokens
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

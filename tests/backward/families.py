@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .conftest import FAMILIES, VOCABULARY
 

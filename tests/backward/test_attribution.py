@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.observe.attribution import Attribution
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .conftest import tiny_model, tokens
 

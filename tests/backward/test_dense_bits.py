@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .conftest import FAMILIES, tiny_model, tokens
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .conftest import tokens
 from .families import DECODERS

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Rows, Selection, Site, Step, choice
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.selector import Promises
 
 from .conftest import tiny_model, tokens

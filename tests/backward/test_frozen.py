@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import ModuleTrace, count_flops, saved_bytes
 from sparsebp_cli.errors import PolicyError, UnsupportedError
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .conftest import tiny_model, tokens
 from .families import tiny_decoder

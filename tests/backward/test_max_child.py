@@ -13,10 +13,10 @@ from torch.autograd.function import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Report, Route
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 from sparsebp_cli.policy import Edge, EdgeRouter, Policy, Step
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.graph import count_nodes
 from tests.promise import Everything, Nothing
 

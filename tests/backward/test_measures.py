@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import compare_gradients, count_flops, saved_bytes, tensor_bytes
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .conftest import VOCABULARY, tiny_model, tokens
 

@@ -13,10 +13,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import FlopEstimate
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.graph import count_nodes
 from tests.selector import Promises
 

@@ -11,7 +11,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Movement, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.core.allowance import round_up
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
@@ -19,6 +18,7 @@ from sparsebp_cli.backward.proof.proof import COLUMNS
 from sparsebp_cli.policy import Blocks, Columns, Elements, Policy, Rows, Selection, Site, Step
 from sparsebp_cli.policy.choice import choose_rows
 from sparsebp_cli.testing import check_policy
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.selector import Promises
 
 from .conftest import tiny_model, tokens

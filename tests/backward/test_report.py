@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .conftest import FAMILIES, tiny_model, tokens
 from .families import tiny_decoder

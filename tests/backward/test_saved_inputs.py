@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import ModuleTrace, saved_bytes
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Saved, Site, Step, choice
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from sparsebp_shelf.policies.saved_codes import SavedCodes
 from sparsebp_shelf.saver import (
     InputSaver,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .conftest import FAMILIES, filled_cache, tokens
 from .segment_case import assert_same, gradients_of, loss_of, make_model, run

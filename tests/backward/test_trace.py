@@ -12,10 +12,10 @@ from torch.autograd.function import Function
 from torch.utils.checkpoint import checkpoint
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import FlopCount, ModuleTrace, SavedBytes, count_flops, saved_bytes
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.policy import Elements
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.selector import Given
 
 from .conftest import tiny_model, tokens

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.compare import compare_runs
 from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State, create_run
 from sparsebp_cli.run.journal import find_outline
+from sparsebp_cli.source.bundled import austen_llama
 from sparsebp_tools.harness import judge
 from sparsebp_tools.verb.evaluate import describe_kept, record
 from tests.cli.conftest import Cli

@@ -21,9 +21,9 @@ from urllib.parse import urlparse
 
 import pytest
 
-from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.cli.summary import summarise
 from sparsebp_cli.run import History, JournalWriter, RunFolder, durable, manifest
+from sparsebp_cli.source.bundled import austen_llama
 
 from .conftest import REAL, Cli, Start, Write, environment, write_run
 

@@ -19,13 +19,13 @@ import sparsebp_cli.tracking
 from benchmarks import house
 from sparsebp_audit.report import AuditReport
 from sparsebp_audit.verb import audit_process
-from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.cli.answer import wants_json
 from sparsebp_cli.cli.answer.kind import KINDS
 from sparsebp_cli.cli.app import VERBS
 from sparsebp_cli.cli.exit_code import EXIT_CODES
 from sparsebp_cli.errors import SparseBPError, did_you_mean, find_nearest
 from sparsebp_cli.run import RunFolder, manifest
+from sparsebp_cli.source.bundled import austen_llama
 from sparsebp_tools.bench import Benchmark
 from tests.judge.here import HereDriver
 from tests.judge.here import write_recipe as write_judged

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .matrix import Entry
 

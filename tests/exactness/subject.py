@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.backward.isolation.enumeration import enlarge
 from tests.backward.token.test_every_decoder import tiny
 from tests.exactness.axis import CHANGED, Case

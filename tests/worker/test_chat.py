@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.source.bundled import austen_llama
 from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.source.conversation import Conversation, read_conversations
 from sparsebp_cli.worker import chat_template

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sparsebp_cli.asset import bundled
 from sparsebp_cli.cli.starter.template import fill
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run.census import find_warnings
+from sparsebp_cli.source import bundled
 from sparsebp_cli.worker.data import Data, build_data
 
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima"}

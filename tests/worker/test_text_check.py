@@ -14,10 +14,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run.census import find_warnings
+from sparsebp_cli.source.bundled import austen_llama
 from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.source.reader import iter_rows
 from sparsebp_cli.worker.format import encode

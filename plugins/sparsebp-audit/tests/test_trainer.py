@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import sparsebp_audit
 from sparsebp_audit.report import AuditReport
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 B, D, I, V, L = 4, 32, 64, 128, 4  # noqa: E741 - the shape letters of this file
 LAYER = 4 * D * D + 3 * D * I  # weights of one layer's linears

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Step
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from sparsebp_shelf.block import BlockDropper, ResidualBlock
 from sparsebp_shelf.block.layout import find_blocks
 from tests.backward.conftest import tiny_model, tokens

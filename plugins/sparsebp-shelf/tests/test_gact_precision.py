@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.policy import Observation, Site, Step, TrialPass, make_policies
 from sparsebp_cli.policy.composition import PolicyFacts
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from sparsebp_shelf.policies.bit_sharing import find_sensitivity, share_bits
 from sparsebp_shelf.policies.gact import GACT
 from sparsebp_shelf.policies.saved_codes import SavedCodes

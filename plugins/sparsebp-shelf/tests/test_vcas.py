@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.policy import Seen, Site, Step, choice
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from sparsebp_shelf import sampling
 from sparsebp_shelf.layer_sampler import LayerOutput
 from sparsebp_shelf.policies.variance_control import (

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.backward.families import tiny_decoder
 
 from .case import LIMIT, error, make_batch

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 SIZES: dict[str, Any] = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROTARY = SIZES | {"intermediate_size": 24, "num_key_value_heads": 2}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.kind.token import row_plan as planning
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.backward.conftest import VOCABULARY
 
 from .case import assert_near, make_batch, plain_step, step

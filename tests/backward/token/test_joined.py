@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.decoder.decoder import find_decoder
 from sparsebp_cli.backward.kind.token import row_plan as planning
 from sparsebp_cli.backward.kind.token.row_plan import PositionMask, make_plan
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 from .case import Batch, Marked, assert_near, make_batch, step
 from .test_families import decoder

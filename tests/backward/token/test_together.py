@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.policy.token import TokenMode
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.backward.conftest import tiny_model
 from tests.backward.families import tiny_decoder
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.plan import speedup_limit
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.backward.families import DECODERS
 
 from .case import Batch, Marked, make_batch

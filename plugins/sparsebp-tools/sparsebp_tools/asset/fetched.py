@@ -40,9 +40,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from sparsebp_cli.asset.bundled import is_held_out
 from sparsebp_cli.errors import AbsentDataError, DataError
 from sparsebp_cli.run import durable, home, interpreter
+from sparsebp_cli.source.bundled import is_held_out
 
 CLEAREST = 0.5  # limit for a snippet's mean rating from -4 to 4: nearer to 0 the sign is accidental
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -9,10 +9,10 @@ from typing import Literal
 
 from torch import nn
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations, keep_activations
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.backward.linear import function
 from sparsebp_cli.policy import Policy
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations, keep_activations
 
 CSR_ALWAYS, CSR_NEVER = 2.0, 0.0  # values of csr_below that force or exclude products in CSR
 

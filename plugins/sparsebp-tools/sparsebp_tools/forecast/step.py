@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
-from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine, count_flops
 from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.backward.observe.flops import FlopCount
@@ -29,6 +28,7 @@ from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import Policy, Stateful
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.model import build_by_config
 from sparsebp_cli.worker.optimizer import build_optimizer

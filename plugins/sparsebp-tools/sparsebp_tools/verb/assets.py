@@ -43,15 +43,15 @@ TO_FETCH = "to fetch"
 
 def describe_assets(group: str) -> list[AssetLine]:
     """Return every installed name of models or datasets."""
-    from sparsebp_cli.asset.bundled import ABOUT as BUNDLED
     from sparsebp_cli.entry_point import entry_points, find_source
+    from sparsebp_cli.source.bundled import ABOUT as BUNDLED
     from sparsebp_tools.asset.fetched import describe
 
     fetched, found = describe(), []  # by value of the entry point
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
         line: dict[str, Any] = {"name": entry.name, "where": find_source(entry), "bytes": None}
         line |= {"licence": None, "summary": None}
-        if entry.name in BUNDLED and entry.module == "sparsebp_cli.asset.bundled":
+        if entry.name in BUNDLED and entry.module == "sparsebp_cli.source.bundled":
             licence, summary = BUNDLED[entry.name]
             line |= {"where": "package", "licence": licence, "summary": summary}
         found.append(AssetLine(**line | fetched.get(entry.value, {})))

@@ -1,5 +1,9 @@
 """The model and the datasets in the package: ``austen-llama``, ``austen``, ``cmudict`` and ``python-docs``.
 
+With them, a first run needs no network. Recipes find them by entry point (``sparsebp.models``, ``sparsebp.datasets``),
+like those of other packages. A dataset is a function ``load() -> {split: [row, ...]}`` that imports no torch. A model
+is a function that returns a folder for ``from_pretrained``. Licences: ``data/README.md`` and the file NOTICE.
+
 ``austen-llama`` is a llama of 3.7 million parameters, pretrained on five of Jane Austen's novels. Its folder also holds
 model card, training log and sha256 of the inputs. ``benchmarks/pretrain.py`` made it.
 
