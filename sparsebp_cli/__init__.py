@@ -13,10 +13,12 @@ Importing this package is fast: modules that need torch are loaded on first use.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from sparsebp_cli.entry_point import MovedModule
 from sparsebp_cli.errors import (
     AbsentDataError,
     ChangedError,
@@ -76,9 +78,17 @@ if TYPE_CHECKING:
     from sparsebp_cli.policy.composition import BackwardOptions
     from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
 else:
+    # Modules of 0.5 that moved; the next release removes them. `import sparsebp_cli.memory` finds them in sys.modules.
+    _MOVED = {
+        "auditor": dict.fromkeys(("Audit", "audit"), "sparsebp_audit"),
+        "memory": dict.fromkeys(("MemoryTrace", "memory_trace"), "sparsebp_tools.memory"),
+    }
+    for _name, _homes in _MOVED.items():
+        globals()[_name] = sys.modules[f"{__name__}.{_name}"] = MovedModule(f"{__name__}.{_name}", _homes)
+
     _ROOMS = {
         "attach": "sparsebp_cli.backward",
-        "audit": "sparsebp_cli.auditor",  # moved; the next release removes it
+        "audit": "sparsebp_cli.auditor",
         "BackwardOptions": "sparsebp_cli.policy.composition",
         "Engine": "sparsebp_cli.backward",
         "GradStore": "sparsebp_cli.backward",
@@ -86,7 +96,7 @@ else:
         "PolicyTrainer": "sparsebp_cli.trainer",
         "find_policies": "sparsebp_cli.policy",
         "make_policy": "sparsebp_cli.policy",
-        "memory_trace": "sparsebp_cli.memory",  # moved; the next release removes it
+        "memory_trace": "sparsebp_cli.memory",
         "segmented_backward": "sparsebp_cli.backward",
     }
 

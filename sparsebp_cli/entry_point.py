@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module, metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 State = tuple[tuple[str, int], ...]  # of sys.path: each folder and its modification time
@@ -61,6 +62,23 @@ def import_moved(module: str, name: str, homes: Mapping[str, str]) -> Any:
     # Not a DeprecationWarning: Python hides it when sparsebp_cli itself is the caller, as for `sparsebp_cli.audit`.
     warnings.warn(f"{name} has moved: import it from {homes[name]}", FutureWarning, stacklevel=3)
     return found
+
+
+class MovedModule(ModuleType):
+    """A module of 0.5 whose public names moved to another package; see :func:`import_moved`. The next release removes
+    this.
+
+    Args:
+        name: The full name of the module in 0.5.
+        homes: The new module of each public name.
+    """
+
+    def __init__(self, name: str, homes: Mapping[str, str]) -> None:
+        super().__init__(name)
+        self.HOMES = homes
+
+    def __getattr__(self, name: str) -> Any:
+        return import_moved(self.__name__, name, self.HOMES)
 
 
 def find_tool(name: str) -> Any:

@@ -49,6 +49,11 @@ def test_counts_tell_code_from_docstrings_and_comments(tmp_path: Path) -> None:
     assert house.measure([path]) == house.Size(files=1, code=2, comments=1, any=1, noqa=1)
 
 
+def test_the_top_of_the_core_has_at_most_twenty_entries() -> None:
+    entries = {path.name for path in (ROOT / house.PACKAGE).iterdir()} - {"__pycache__"}
+    assert len(entries) <= 20, sorted(entries)
+
+
 def test_every_file_of_the_core_belongs_to_a_feature() -> None:
     features, _ = house.read_features(ROOT)
     entries = [entry for feature in features for entry in feature.files]

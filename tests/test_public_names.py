@@ -119,6 +119,10 @@ def test_names_that_moved_lead_to_their_package_with_a_warning() -> None:
         for name, home in module.HOMES.items():
             with pytest.warns(FutureWarning, match=f"{name} has moved: import it from {home}"):
                 assert getattr(module, name) is getattr(import_module(home), name)
+        # As a program of 0.5 imports it: before anything else of the package.
+        program = f"import {module.__name__}\nprint(sorted({module.__name__}.HOMES))"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(sorted(module.HOMES))
     with pytest.warns(FutureWarning, match="has moved"):
         assert sbp.audit is sparsebp_audit.audit
     with pytest.warns(FutureWarning, match="has moved"):
