@@ -262,3 +262,16 @@ def test_labels_of_first_tokens_beside_left_padding_are_exact() -> None:
     with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
         _, own = gradients(model, engine, batch)
     assert error(plain, own) < 1e-6
+
+
+def test_a_mask_of_other_values_than_0_and_1_runs_plainly_with_the_reason() -> None:
+    """These layers multiply their input by the mask, so a 2 in it is not a 1."""
+    torch.manual_seed(0)
+    model, batch = make_lfm2().train(), make_batch("right", "completion", "groups")
+    odd = batch | {"attention_mask": 2 * batch["attention_mask"]}
+    _, expected = gradients(model, None, odd)
+    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
+        _, got = gradients(model, engine, odd)
+        note = engine.notes["packing"]
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert "multiplies by the attention mask, which has values other than 0 and 1" in note

@@ -258,6 +258,12 @@ def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:
     return real if real.shape == size else None
 
 
+def has_weights(inputs: Mapping[str, Any]) -> bool:
+    """Return whether a mask has values other than 0 and 1."""
+    mask = inputs.get("attention_mask")
+    return mask is not None and bool(((mask != 0) & (mask != 1)).any())
+
+
 def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int, int]) -> Ints | None:
     """Return the position numbers that the model assigns; None if unknown."""
     given = inputs.get("position_ids")

@@ -36,6 +36,7 @@ from sparsebp_cli.backward.kind.packing.batch import (
     find_before,
     find_labelled,
     find_places,
+    has_weights,
     read_mask,
     read_positions,
     to_host,
@@ -250,6 +251,8 @@ class PackingPlanner(PackedModel):
         reason = refuse_bounds(inputs, begins, size, causal=causal)
         if self.mixers and (begins is not None or facts.has_gaps):
             reason = "layers of this model mix neighbouring positions, across texts in a row and gaps in a text, too"
+        if (self.mixers or balances) and has_weights(on_host):
+            reason = "this model multiplies by the attention mask, which has values other than 0 and 1"
         if reason := reason or refuse_batch(self.model, facts, int(position[needed | alone].max())):
             (self.counts if counts is None else counts).refuse(reason)
             return None
