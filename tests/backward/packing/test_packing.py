@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoHaConfig, LoKrConfig, OFTConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -432,7 +433,7 @@ def test_a_failed_comparison_is_that_of_one_kind_of_batch(monkeypatch: pytest.Mo
         (lambda: nn.Sequential(nn.Linear(4, 4)), "a transformers model, got Sequential"),
         (lambda: _bert(BertForMaskedLM).to(torch.float32).apply(_drop), "has dropout 0.5"),
     ],
-    ids=["attention dropout", "no transformers", "dropout"],
+    ids=["attention dropout", "no transformers", "LoHa", "LoKr", "OFT", "dropout"],
 )
 def test_what_is_not_exact_is_refused_by_name(make: Callable[[], nn.Module], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
@@ -464,6 +465,14 @@ class Waits(TorchDispatchMode):
         name = func.overloadpacket.__name__
         indexes = name in {"index", "index_put", "index_put_"} and any(
             isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        (lambda: get_peft_model(llama(), LoHaConfig(target_modules=["q_proj"], rank_dropout=0.2)), "has dropout 0.2"),
+        (lambda: get_peft_model(llama(), LoKrConfig(target_modules=["q_proj"], module_dropout=0.3)), "has dropout 0.3"),
+        (
+            lambda: get_peft_model(
+                llama(), OFTConfig(r=8, oft_block_size=0, target_modules=["q_proj"], module_dropout=0.4)
+            ),
+            "has dropout 0.4",
+        ),
         )
         if name in WAITS or indexes:
             self.found[name] += 1

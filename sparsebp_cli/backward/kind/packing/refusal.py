@@ -56,13 +56,19 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     for where, module in model.named_modules():
         if is_batch_norm(module):
             raise UnsupportedError(f"lossless does not support batch statistics, as {where!r} computes them")
-        rates = {name: value for name, value in vars(module).items() if "drop" in name}
-        rates |= {"p": module.p} if isinstance(module, nn.Dropout) else {}
-        for rate in rates.values() if module not in known_dropout else ():
-            if isinstance(rate, float) and rate > 0.0:
-                raise UnsupportedError(
-                    f"{where!r} has dropout {rate:g}, whose masks depend on the batch's layout: set this dropout to 0"
-                )
+        rate = 0.0 if module in known_dropout else _find_rate(module)
+        if rate > 0.0:
+            raise UnsupportedError(
+                f"{where!r} has dropout {rate:g}, whose masks depend on the batch's layout: set this dropout to 0"
+            )
+
+
+def _find_rate(module: nn.Module) -> float:
+    """Return the largest dropout rate of a module. Some adapters of peft have a rate for each name of an adapter."""
+    found = [value for name, value in vars(module).items() if "drop" in name]
+    found += [getattr(module, "p", 0.0)] if "Dropout" in type(module).__name__ else []
+    rates = [rate for value in found for rate in (value.values() if isinstance(value, Mapping) else (value,))]
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
 def _refuse_mixed_dropout(model: PreTrainedModel, dropout: Collection[nn.Module]) -> None:
