@@ -297,3 +297,17 @@ def test_a_score_of_embeddings_that_change_in_place_is_the_plain_one() -> None:
     with sbp.attach(model, [sbp.make_policy("lossless", verify="always")]) as engine:
         assert float(score()) == pytest.approx(float(expected), rel=1e-5)
         assert "differ" not in str(engine.notes)
+
+
+@pytest.mark.parametrize("kept", [10, torch.arange(14, 24)], ids=["number", "positions"])
+def test_labels_of_the_kept_logits_alone_run_plainly_with_the_reason(kept: Any) -> None:
+    model, batch = _make("llama"), _make_batch("right")
+    batch |= {"labels": batch["labels"][:, 14:].contiguous(), "logits_to_keep": kept}
+    expected = model(**batch).loss
+    with torch.no_grad():
+        score = model(**batch).loss
+    with sbp.attach(model, "lossless") as engine:
+        assert torch.equal(model(**batch).loss, expected)
+        with torch.no_grad():
+            assert torch.equal(model(**batch).loss, score)
+        assert "their labels do not have the shape (B, T) of the batch" in engine.notes["packing"]

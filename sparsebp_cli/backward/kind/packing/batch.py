@@ -323,6 +323,12 @@ def find_targets(given: Mapping[str, Any], labels_BT: Tensor | None = None) -> T
     return None if labels_BT is None else nn.functional.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
 
 
+def has_cut_labels(given: Mapping[str, Any]) -> bool:
+    """Return whether the labels belong only to the positions that ``logits_to_keep`` names."""
+    first, labels = next(given[name] for name in BATCH if name in given), given.get("labels")
+    return labels is not None and labels.shape != first.shape[:2]
+
+
 def find_predicting(target_BT: Tensor) -> Bools:
     """Return the positions (B, T) that predict a label."""
     read: Bools = (target_BT != IGNORED).cpu().numpy()

@@ -5,7 +5,7 @@ Shape letters: B examples, T positions, N computed rows, R rows of the head, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from sparsebp_cli.backward.kind.packing.batch import (
     PackedBatch,
     find_predicting,
     find_targets,
+    has_cut_labels,
     renew,
 )
 from sparsebp_cli.backward.kind.packing.fused import run_fused
@@ -137,7 +138,7 @@ class PackedForward(ForwardOverride, Passes):
         fused = {ARGUMENT} if self.covered is not None and extension.pair is None else set[str]()
         known = extension.known_arguments | fused
         known -= {SHIFTED} if given.get(ARGUMENT) else set()
-        if reason := find_whole(self._model, given, known):
+        if reason := self._find_whole(given, known):
             counts.refuse(reason)
             return self._run_whole(given, plain)
         refuse_arguments(given, known=known)
@@ -175,6 +176,13 @@ class PackedForward(ForwardOverride, Passes):
         extension.count(batch, counts)
         extension.note()
         return output.to_tuple() if given.get("return_dict") is False else output
+
+    def _find_whole(self, given: Mapping[str, Any], known: Collection[str]) -> str:
+        """Return why a batch with these arguments runs plainly; empty if it does not."""
+        has_targets = self.extension.head is not None and self.extension.pair is None
+        if has_targets and has_cut_labels(given):
+            return "their labels do not have the shape (B, T) of the batch"
+        return find_whole(self._model, given, known)
 
     def _run_whole(self, given: Mapping[str, Any], plain: Callable[[], Any]) -> Any:
         """Run the plain forward on a batch without rows to skip, and count it."""

@@ -20,10 +20,20 @@ from typing import Any, Literal, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.loss_weight import has_causal_loss
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT
 from sparsebp_cli.backward.kind.packing.attention import LooksAheadError
-from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, SHIFTED, STATES, Counts, PackedBatch, renew
+from sparsebp_cli.backward.kind.packing.batch import (
+    BATCH,
+    KNOWN,
+    SHIFTED,
+    STATES,
+    Counts,
+    PackedBatch,
+    has_cut_labels,
+    renew,
+)
 from sparsebp_cli.backward.kind.packing.head import kept_columns
 from sparsebp_cli.backward.kind.packing.output import defer_values
 from sparsebp_cli.backward.kind.packing.packed_model import PackedModel
@@ -123,7 +133,13 @@ class Scoring:
         unknown = (v for name, v in given.items() if name not in known and (isinstance(v, Tensor) or v))
         if any(True for _ in unknown) or given.get("use_cache") or given.get("return_dict") is False:
             return False
-        return any(isinstance(given.get(name), Tensor) and given[name].dim() > 1 for name in BATCH)
+        if not any(isinstance(given.get(name), Tensor) and given[name].dim() > 1 for name in BATCH):
+            return False
+        extension = self._extension
+        if extension.head is None:  # without a gradient, nothing detects that a loss of logits reads padding
+            has_logits = extension.model.get_output_embeddings() is not None and has_causal_loss(extension.model)
+            return given.get("labels") is None or not has_logits
+        return extension.pair is not None or not has_cut_labels(given)
 
     def _knows_reads(self, given: Mapping[str, Any]) -> bool:
         """Return whether it is known which outputs the script reads."""
