@@ -426,11 +426,53 @@ def test_a_failed_comparison_is_that_of_one_kind_of_batch(monkeypatch: pytest.Mo
         assert "; 2 batches were run plainly: outputs of packed examples differ" in packing(engine)
 
 
+class _TermForCausalLM(LlamaForCausalLM):
+    """Adds a small term for large logits to the loss, like Bamba's ``z_loss_coefficient``."""
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        output = super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
+        )
+        if output.loss is not None:
+            output.loss = output.loss + 1e-3 * output.logits.float().logsumexp(-1).square().mean()
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_term_that_a_model_adds_to_its_loss_is_kept(dtype: torch.dtype) -> None:
+    """In bfloat16 a comparison of gradients would not notice that the term is missing."""
+    model = _TermForCausalLM(llama().config).to(dtype).train()
+    shared, padded = make_batch("none", "dense", "groups"), make_batch("right", "dense", "groups")
+    with torch.no_grad():
+        scores = [model(**batch).loss for batch in (shared, padded)]
+    expected = [gradients(model, None, batch) for batch in (shared, padded)]
+    with sbp.attach(model, "lossless") as engine:
+        got = [gradients(model, engine, batch) for batch in (shared, padded)]
+        with torch.no_grad():
+            assert torch.equal(torch.stack(scores), torch.stack([model(**batch).loss for batch in (shared, padded)]))
+        assert "in 1 of 2 batches" in packing(engine)
+        assert "the model's own loss reads positions of padding" in packing(engine)
+    for (loss, grads), (own, found) in zip(expected, got, strict=True):
+        assert abs(own / loss - 1) < (1e-6 if dtype == torch.float32 else 1e-5)
+        assert error(grads, found) < (LIMIT if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # of peft
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: llama(attention_dropout=0.1), "has dropout 0.1"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), "a transformers model, got Sequential"),
+        (lambda: get_peft_model(llama(), LoHaConfig(target_modules=["q_proj"], rank_dropout=0.2)), "has dropout 0.2"),
+        (lambda: get_peft_model(llama(), LoKrConfig(target_modules=["q_proj"], module_dropout=0.3)), "has dropout 0.3"),
+        (
+            lambda: get_peft_model(
+                llama(), OFTConfig(r=8, oft_block_size=0, target_modules=["q_proj"], module_dropout=0.4)
+            ),
+            "has dropout 0.4",
+        ),
         (lambda: _bert(BertForMaskedLM).to(torch.float32).apply(_drop), "has dropout 0.5"),
     ],
     ids=["attention dropout", "no transformers", "LoHa", "LoKr", "OFT", "dropout"],
@@ -465,14 +507,6 @@ class Waits(TorchDispatchMode):
         name = func.overloadpacket.__name__
         indexes = name in {"index", "index_put", "index_put_"} and any(
             isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        (lambda: get_peft_model(llama(), LoHaConfig(target_modules=["q_proj"], rank_dropout=0.2)), "has dropout 0.2"),
-        (lambda: get_peft_model(llama(), LoKrConfig(target_modules=["q_proj"], module_dropout=0.3)), "has dropout 0.3"),
-        (
-            lambda: get_peft_model(
-                llama(), OFTConfig(r=8, oft_block_size=0, target_modules=["q_proj"], module_dropout=0.4)
-            ),
-            "has dropout 0.4",
-        ),
         )
         if name in WAITS or indexes:
             self.found[name] += 1

@@ -6,12 +6,17 @@ Shape letters: B examples, T positions, R rows with a label, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.core.loss_weight import IGNORED, check_causal_loss, forward_weights, weights_at
+from sparsebp_cli.backward.decoder.decoder import argument_names
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
+
+_TRIED = 4  # positions of the forward that distinguishes losses
 
 
 def run_loss(model: Any, logits_RV: Tensor, target_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
@@ -51,3 +56,44 @@ def _count(model: Any, target_BT: Tensor, given: Mapping[str, Any]) -> Any:
     if count is None and forward_weights(model) is not None:  # labels of weight 0 count, but have no row here
         count = (target_BT != IGNORED).sum()
     return count
+
+
+def has_own_loss(model: Any, head: Any) -> bool:
+    """Return whether a model's own forward computes another loss than its ``loss_function``, for example with a term
+    for large logits, like Bamba's ``z_loss_coefficient``; False if the forward cannot run without its layers."""
+    labels = torch.arange(_TRIED, device=head.weight.device)[None]
+    routers = {"output_router_logits": False} if "output_router_logits" in argument_names(model) else {}
+    try:
+        made = torch.linspace(-8, 9, _TRIED * head.weight.shape[0], device=labels.device).sin_().mul_(8)
+        with torch.no_grad():
+            output = run_above_layers(model, head, made.view(1, _TRIED, -1), labels=labels, **routers)
+            expected = model.loss_function(output.logits, labels, output.logits.shape[-1])
+        return output.loss is None or not bool(torch.isclose(output.loss.float(), expected.float(), rtol=1e-6))
+    except Exception:  # a model that needs more outputs of its layers may raise anything
+        return False
+
+
+@cache  # transformers registers every output class with torch permanently
+def _kind_of_made() -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Made(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:  # other fields of its layers' output that a model reads
+            if name.startswith("_"):
+                raise AttributeError(name)
+
+    return Made
+
+
+def run_above_layers(model: Any, head: Any, made: Tensor, **given: object) -> Any:
+    """Return the output of a forward whose head returns the values ``made``, (1, T, V), and whose layers do not run."""
+
+    def run_stack(*_: object, **__: object) -> Any:
+        return _kind_of_made()(last_hidden_state=made.new_zeros(*made.shape[:2], head.in_features))
+
+    def run_head(_: Tensor) -> Tensor:
+        return made.clone()
+
+    with replace_forwards([(model.base_model, run_stack), (head, run_head)]):
+        ids = torch.zeros(made.shape[:2], dtype=torch.long, device=made.device)
+        return call_module(model, input_ids=ids, use_cache=False, return_dict=True, **given)

@@ -16,6 +16,7 @@ from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS, argument_names
 from sparsebp_cli.backward.kind.packing.balance import OPTION, find_coefficient
 from sparsebp_cli.backward.kind.packing.batch import ATTENTIONS, KNOWN, STATES, BatchFacts
 from sparsebp_cli.backward.kind.packing.dropout import find_adapter_dropout
+from sparsebp_cli.backward.kind.packing.loss import has_own_loss
 from sparsebp_cli.backward.kind.packing.mixer import find_mixers
 from sparsebp_cli.backward.observe.internals import is_batch_norm
 from sparsebp_cli.errors import UnsupportedError
@@ -221,4 +222,5 @@ def reads_first(model: PreTrainedModel) -> bool:
 
 def find_head(model: PreTrainedModel) -> nn.Module | None:
     """Return the head of a causal language model with transformers' loss; None for any other model."""
-    return model.get_output_embeddings() if has_causal_loss(model) else None
+    head: nn.Module | None = model.get_output_embeddings() if has_causal_loss(model) else None
+    return None if head is None or has_own_loss(model, head) else head

@@ -11,7 +11,6 @@ Shape letters: U rows of the head, I targets, each of a row, D width, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Literal, final
 
 import numpy as np
@@ -21,8 +20,8 @@ from torch.nn.functional import linear
 
 from sparsebp_cli.backward.core.loss_weight import has_causal_loss
 from sparsebp_cli.backward.kind.packing.groups import Ints, to_tensor
+from sparsebp_cli.backward.kind.packing.loss import run_above_layers
 from sparsebp_cli.backward.kind.packing.tiles import DTYPES, Tail, TiledLoss, TileJob
-from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
 # Least rows of a tile, since products of fewer rows are slow. A CPU is as fast with 32 as with 128 (decision 128).
 MIN_ROWS = {"cpu": 64}
@@ -188,7 +187,7 @@ def _find_tail(model: nn.Module, head: nn.Linear) -> Tail | None:
     made = torch.linspace(-60, 60, head.out_features, dtype=torch.float32, device=head.weight.device)[None, None]
     try:
         with torch.no_grad():
-            found = _run_tail(model, head, made)
+            found: Tensor = run_above_layers(model, head, made).logits
             tail = _guess_tail(model)
             if _is_fake(head.weight):
                 return tail
@@ -208,31 +207,3 @@ def _guess_tail(model: nn.Module) -> Tail:
 
     multiplier, divisor = of("logit_scale") or 1.0, of("logits_scaling") or 1.0
     return Tail(multiplier, divisor, of("final_logit_softcapping"))
-
-
-@cache  # transformers registers every output class with torch permanently
-def _kind_of_made() -> Any:
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
-    class Made(BaseModelOutputWithPast):
-        def __getattr__(self, name: str) -> None:  # other fields of its layers' output that a model reads
-            if name.startswith("_"):
-                raise AttributeError(name)
-
-    return Made
-
-
-def _run_tail(model: Any, head: nn.Linear, made: Tensor) -> Tensor:
-    """Return the logits of a forward whose layers and head return the random values ``made``."""
-
-    def run_stack(*_: object, **__: object) -> Any:
-        return _kind_of_made()(last_hidden_state=made.new_zeros(1, 1, head.in_features))
-
-    def run_head(_: Tensor) -> Tensor:
-        return made.clone()
-
-    with replace_forwards([(model.base_model, run_stack), (head, run_head)]):
-        ids = torch.zeros(1, 1, dtype=torch.long, device=made.device)
-        output = call_module(model, input_ids=ids, use_cache=False, return_dict=True)
-    logits: Tensor = output.logits
-    return logits
