@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import sparsebp_cli as sbp
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 
 SIZES: dict[str, Any] = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -311,3 +311,10 @@ def test_labels_of_the_kept_logits_alone_run_plainly_with_the_reason(kept: Any) 
         with torch.no_grad():
             assert torch.equal(model(**batch).loss, score)
         assert "their labels do not have the shape (B, T) of the batch" in engine.notes["packing"]
+
+
+def test_a_configuration_of_two_models_is_refused_with_a_way_out() -> None:
+    first = _make("llama")
+    second = LlamaForCausalLM(first.config)
+    with sbp.attach(first, "lossless"), pytest.raises(UsageError, match="shares its configuration"):
+        sbp.attach(second, "lossless")

@@ -25,7 +25,7 @@ from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.kind.packing.padding import with_padding, without_padding
 from sparsebp_cli.backward.kind.packing.varlen import VarlenPlan, attend, fits
 from sparsebp_cli.backward.observe.internals import attention_name, has_attention, use_attention
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
@@ -306,6 +306,11 @@ class Switch:
     def refuse_unknown(self) -> None:
         """Raise :class:`UnsupportedError` for an attention implementation that cannot run on parts of the rows."""
         for own in self._own:
+            if own.startswith(PACKED):
+                raise UsageError(
+                    "the model shares its configuration with an attached model: give each model a copy of its own "
+                    "(copy.deepcopy(config)), or call detach() of the other engine first"
+                )
             if own not in IMPLEMENTATIONS:
                 allowed = f"the attention implementations {' and '.join(IMPLEMENTATIONS)}"
                 raise UnsupportedError(f"lossless supports {allowed}, got {own!r}")
