@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import sparsebp_cli as sbp
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.backward.families import tiny_decoder
 
@@ -79,6 +79,25 @@ def test_other_dropout_stays_refused() -> None:
     bert = BertForSequenceClassification(BertConfig(**sizes, num_attention_heads=2))
     with pytest.raises(UnsupportedError, match=r"has dropout 0.1"):
         sbp.attach(bert.train(), ["lossless"])
+
+
+def test_dropout_that_comes_after_attach_is_refused_before_a_step() -> None:
+    """Later batches of a kind are not compared, so nothing else would notice it."""
+    model, batch = _adapted(0.0), make_batch("right", "completion", "groups")
+    with sbp.attach(model, ["lossless"]) as engine:
+        _step(model, engine, [batch])
+        model.add_adapter("plain", peft.LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[operator]
+        _step(model, engine, [batch])
+        for layer in model.get_base_model().model.layers:  # type: ignore[operator]
+            layer.self_attn.attention_dropout = 0.2
+        with pytest.raises(UsageError, match=r"self_attn' got dropout 0.2 after the model was attached"):
+            _step(model, engine, [batch])
+        for layer in model.get_base_model().model.layers:  # type: ignore[operator]
+            layer.self_attn.attention_dropout = 0.0
+        config = peft.LoraConfig(r=2, lora_dropout=0.3, target_modules=["k_proj"])
+        model.add_adapter("dropped", config)  # type: ignore[operator]
+        with pytest.raises(UsageError, match=r"dropped' got dropout 0.3 after the model was attached"):
+            _step(model, engine, [batch])
 
 
 def test_examples_without_an_advantage_leave_the_masks_of_the_others() -> None:

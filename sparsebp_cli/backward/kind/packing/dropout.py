@@ -9,7 +9,7 @@ Shape letters: B examples, T positions, N computed rows, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, final
@@ -23,7 +23,7 @@ from sparsebp_cli.backward.kind.packing.attention import layout_now
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 
 
 def find_adapter_dropout(stack: nn.Module) -> list[nn.Dropout]:
@@ -33,6 +33,44 @@ def find_adapter_dropout(stack: nn.Module) -> list[nn.Dropout]:
         for name, module in stack.named_modules()
         if isinstance(module, nn.Dropout) and module.p > 0.0 and "lora_dropout" in name.split(".")
     ]
+
+
+def find_rate(module: nn.Module) -> float:
+    """Return the largest dropout rate of a module. Some adapters of peft have a rate for each name of an adapter."""
+    rates = [
+        rate for value in _find_rates(module) for rate in (value.values() if isinstance(value, dict) else (value,))
+    ]
+    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+
+
+def _find_rates(module: nn.Module) -> list[Any]:
+    found = [value for name, value in vars(module).items() if "drop" in name]
+    return found + ([getattr(module, "p", 0.0)] if "Dropout" in type(module).__name__ else [])
+
+
+@final
+class LaterDropout:
+    """Notices dropout that the script adds or turns on after the model was attached, such as that of a new adapter."""
+
+    def __init__(self, model: nn.Module, known: Collection[nn.Module]) -> None:
+        self._model, self._known = model, set(known)
+        self._read()
+
+    def _read(self) -> None:
+        modules = [(name, module) for name, module in self._model.named_modules() if module not in self._known]
+        self._modules = [(name, module) for name, module in modules if _find_rates(module)]
+        self._children = [(m._modules, [*m._modules.values()]) for m in self._model.modules()]  # noqa: SLF001
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if a module has dropout that it did not have."""
+        if any([*children.values()] != before for children, before in self._children):
+            self._read()
+        for name, module in self._modules:
+            if (rate := find_rate(module)) > 0.0:
+                raise UsageError(
+                    f"{name!r} got dropout {rate:g} after the model was attached, but lossless must know it before: "
+                    "set it to 0, or call engine.detach() and attach the model again"
+                )
 
 
 class WaitingRows(Enum):
@@ -54,6 +92,11 @@ class AdapterDropout:
         # rows to its layout in the forwards whose backward has not begun.
         self._waiting: dict[int, PackedLayout | WaitingRows] = {}
         self._has_run_again = False
+
+    @property
+    def modules(self) -> Collection[nn.Module]:
+        """The modules whose dropout is supported."""
+        return self._modules
 
     def __bool__(self) -> bool:
         """Whether there is any such dropout."""

@@ -118,6 +118,7 @@ class PackedForward(ForwardOverride, Passes):
                 "torch.func (vmap, grad, jacrev) on a model with lossless is not supported: run it inside "
                 "engine.disabled()"
             )
+        self.extension.later_dropout.check()
         given = {name: value for name, value in arguments.items() if value is not None}
         # Do not split the batch if its loss balances experts or its dropout is active: both refer to the whole batch.
         if not given.get(ARGUMENT) or balances_experts(self._model, given) or self.extension.dropout:

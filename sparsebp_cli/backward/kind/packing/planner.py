@@ -42,7 +42,7 @@ from sparsebp_cli.backward.kind.packing.batch import (
     to_host,
     to_place,
 )
-from sparsebp_cli.backward.kind.packing.dropout import AdapterDropout
+from sparsebp_cli.backward.kind.packing.dropout import AdapterDropout, LaterDropout
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows
 from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares
@@ -103,6 +103,7 @@ class PackingPlanner(PackedModel):
         self._reads_first = reads_first(self.model)
         self.prompt = SoftPrompt.find(model)
         self.dropout = AdapterDropout(self.stack)
+        self.later_dropout = LaterDropout(self.model, self.dropout.modules)
         self._switch = Switch(self.model)
         self._switch.refuse_unknown()
         self._patches = ForwardPatches()

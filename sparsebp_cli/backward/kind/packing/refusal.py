@@ -15,7 +15,7 @@ from sparsebp_cli.backward.core.loss_weight import has_causal_loss
 from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS, argument_names
 from sparsebp_cli.backward.kind.packing.balance import OPTION, find_coefficient
 from sparsebp_cli.backward.kind.packing.batch import ATTENTIONS, KNOWN, STATES, BatchFacts
-from sparsebp_cli.backward.kind.packing.dropout import find_adapter_dropout
+from sparsebp_cli.backward.kind.packing.dropout import find_adapter_dropout, find_rate
 from sparsebp_cli.backward.kind.packing.loss import has_own_loss
 from sparsebp_cli.backward.kind.packing.mixer import find_mixers
 from sparsebp_cli.backward.observe.internals import is_batch_norm
@@ -57,19 +57,11 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     for where, module in model.named_modules():
         if is_batch_norm(module):
             raise UnsupportedError(f"lossless does not support batch statistics, as {where!r} computes them")
-        rate = 0.0 if module in known_dropout else _find_rate(module)
+        rate = 0.0 if module in known_dropout else find_rate(module)
         if rate > 0.0:
             raise UnsupportedError(
                 f"{where!r} has dropout {rate:g}, whose masks depend on the batch's layout: set this dropout to 0"
             )
-
-
-def _find_rate(module: nn.Module) -> float:
-    """Return the largest dropout rate of a module. Some adapters of peft have a rate for each name of an adapter."""
-    found = [value for name, value in vars(module).items() if "drop" in name]
-    found += [getattr(module, "p", 0.0)] if "Dropout" in type(module).__name__ else []
-    rates = [rate for value in found for rate in (value.values() if isinstance(value, Mapping) else (value,))]
-    return max((rate for rate in rates if isinstance(rate, float)), default=0.0)
 
 
 def _refuse_mixed_dropout(model: PreTrainedModel, dropout: Collection[nn.Module]) -> None:
