@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.given import Given
-from sparsebp_cli.backward.core.loss_weight import IGNORED
+from sparsebp_cli.backward.core.loss_weight import IGNORED, has_causal_loss
 from sparsebp_cli.backward.decoder.decoder import argument_names
 from sparsebp_cli.backward.kind.packing.balance import balances_experts
 from sparsebp_cli.backward.kind.packing.batch import Counts, read_mask, read_positions
 from sparsebp_cli.backward.kind.packing.extension import PackingExtension
 from sparsebp_cli.backward.kind.packing.layout import make_layout
 from sparsebp_cli.backward.kind.packing.pair import is_pair
-from sparsebp_cli.backward.kind.packing.refusal import find_head, find_model
+from sparsebp_cli.backward.kind.packing.refusal import find_model
 from sparsebp_cli.backward.observe.internals import find_hook
 from sparsebp_cli.backward.patch.deferred import Deferred
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
@@ -244,7 +244,9 @@ def count_leftover(model: nn.Module, inputs: Mapping[str, object]) -> Leftover |
     try:
         causal = find_model(model)
         ids = inputs.get("input_ids")
-        if is_pair(causal) or find_head(causal) is None or not isinstance(ids, Tensor) or ids.dim() != 2:
+        # find_head would run a forward inside the forward that is watched
+        has_head = has_causal_loss(causal) and causal.get_output_embeddings() is not None
+        if is_pair(causal) or not has_head or not isinstance(ids, Tensor) or ids.dim() != 2:
             return None
     except UnsupportedError:
         return None
