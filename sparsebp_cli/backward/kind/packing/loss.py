@@ -61,9 +61,9 @@ def _count(model: Any, target_BT: Tensor, given: Mapping[str, Any]) -> Any:
 def has_own_loss(model: Any, head: Any) -> bool:
     """Return whether a model's own forward computes another loss than its ``loss_function``, for example with a term
     for large logits, like Bamba's ``z_loss_coefficient``; False if the forward cannot run without its layers."""
-    labels = torch.arange(_TRIED, device=head.weight.device)[None]
     routers = {"output_router_logits": False} if "output_router_logits" in argument_names(model) else {}
     try:
+        labels = torch.arange(_TRIED, device=head.weight.device)[None]
         made = torch.linspace(-8, 9, _TRIED * head.weight.shape[0], device=labels.device).sin_().mul_(8)
         with torch.no_grad():
             output = run_above_layers(model, head, made.view(1, _TRIED, -1), labels=labels, **routers)
