@@ -182,11 +182,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         A text to append to an error line.
     """
     near = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {show_name(near[0])}?" if near else ""
+
+
+def show_name(name: str) -> str:
+    """Return a name for a list of names: in quotes if it could be misread without.
+
+    Args:
+        name: Any name, such as a column's.
+
+    Returns:
+        The name, with quotes if it is empty, contains a comma or has white space at an end.
+    """
+    return repr(name) if not name or "," in name or name != name.strip() else name
 
 
 # The pattern of a `did_you_mean` text. Errors of pydantic and other processes carry only text, so the name is parsed.
-_NEAREST = re.compile(r"; did you mean (?P<name>[^?]+)\?")
+_NEAREST = re.compile(r"; did you mean (?P<name>.+?)\?(?=$|; |\n)")
 
 
 def find_nearest(text: str) -> str | None:

@@ -322,20 +322,48 @@ class DatasetSection(Section):
                     "must be one name, got a list; only system, user and assistant may have lists, and only if the key "
                     "messages is not set; text may have two names with 'format: classification'",
                 )
+            if not value:
+                raise _error_at(("columns", key), value, "must name a column, got an empty list or text")
         if "messages" not in self.columns and ("user" in self.columns) != ("assistant" in self.columns):
             raise _error_at(
                 ("columns",),
                 self.columns,
                 "got only one of the keys user and assistant: give both (columns), or add the key messages (roles)",
             )
+        self._refuse_a_name_twice()
         if self.format != "chat" and self.train_on not in ("assistant", "all" if self.format == "completion" else ""):
-            raise ValueError(f"train_on: {self.train_on} needs 'format: chat', got 'format: {self.format}'")
+            formats = "'format: chat' or 'format: completion'" if self.train_on == "all" else "'format: chat'"
+            raise ValueError(f"train_on: {self.train_on} needs {formats}, got 'format: {self.format}'")
         if self.chat_template is not None and self.format not in ("chat", "completion"):
             raise ValueError(
                 "chat_template needs 'format: chat', or 'format: completion' with lists of messages, got 'format: "
                 f"{self.format}'"
             )
         return self
+
+    def _refuse_a_name_twice(self) -> None:
+        """Raise an error if two parts of an example have the same name: the model would read what it has to predict."""
+        for parts in self._apart():
+            owners: dict[str, str] = {}
+            for part in parts:
+                given = self.columns.get(part, part)
+                for name in [given] if isinstance(given, str) else given:
+                    if name in owners:
+                        key = part if part in self.columns else owners[name]
+                        both = f"{owners[name]} and {part}" if owners[name] != part else f"{part}, twice"
+                        text = f"the name {name!r} stands for {both}: each needs another name"
+                        raise _error_at(("columns", key), self.columns[key], text)
+                    owners[name] = part
+
+    def _apart(self) -> list[list[str]]:
+        """Return the parts whose names must differ, in groups."""
+        given = [part for part in PARTS["chat"] if part in self.columns]
+        if self.format != "chat":
+            return [list(PARTS[self.format])]
+        roles = [part for part in given if part in ("system", "user", "assistant", "tool")]
+        if "messages" not in self.columns and "assistant" in self.columns:
+            return [[part for part in given if part in (*roles, "tools")]]
+        return [["messages", "tools"], ["role", "content"], roles]
 
     @model_validator(mode="after")
     def _test_is_apart(self) -> Self:

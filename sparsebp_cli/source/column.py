@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import yaml
 
-from sparsebp_cli.errors import DataError, did_you_mean
+from sparsebp_cli.errors import DataError, did_you_mean, show_name
 from sparsebp_cli.policy.error_text import describe_kind, shorten
 from sparsebp_cli.source.reader import Row
 
@@ -109,7 +109,7 @@ def missing_split(name: str, splits: Collection[str]) -> DataError:
 
 
 def _list(names: Collection[str]) -> str:
-    return ", ".join(shorten(str(name)) for name in list(names)[:20])
+    return ", ".join(show_name(shorten(str(name))) for name in list(names)[:20])
 
 
 def _find_kind(value: object) -> str | None:

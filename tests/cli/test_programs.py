@@ -286,7 +286,9 @@ def test_words_that_ask_for_json(words: str, wanted: bool) -> None:
     assert wants_json(words.split()) is wanted
 
 
-@pytest.mark.parametrize("name", ["topk", "eval/loss", "--seeds", "my run", "a;b", "training.max_steps"])
+@pytest.mark.parametrize(
+    "name", ["topk", "eval/loss", "--seeds", "my run", "a;b", "training.max_steps", "so?", "who? me"]
+)
 def test_the_nearest_name_is_read_as_it_was_written(name: str) -> None:
     assert find_nearest(f"unknown 'x'{did_you_mean(name + 'x', [name, 'quite another'])}; and more") == name
     assert find_nearest("unknown 'x'") is None

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable
 
 import pytest
+import yaml
 
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.recipe.foreign_key import ANSWERS, answer
-from sparsebp_cli.recipe.schema import TrainingSection
+from sparsebp_cli.recipe.schema import DatasetSection, TrainingSection
 from tests.recipe.conftest import SMALL
 
 Refuse = Callable[..., str]
@@ -235,6 +236,7 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
             "dataset.columns.promt: not a column of format text; allowed: text, group",
         ),
         (DATASET + "columns: {text: [a, b]}", "dataset.columns.text: must be one name, got a list"),
+        (DATASET + "train_on: all", "train_on: all needs 'format: chat' or 'format: completion', got 'format: text'"),
         (
             TRAINING + "weight_decay: 0.1\n  optim_args: {weight_decay: 0.1}",
             "training: give only one of weight_decay and optim_args.weight_decay, got both",
@@ -267,3 +269,45 @@ def test_a_fraction_of_warmup_steps_is_rounded_up_as_in_transformers() -> None:
     assert TrainingSection(max_steps=15, warmup_steps=0.1).num_warmup_steps == 2
     assert TrainingSection(max_steps=15, warmup_steps=3).num_warmup_steps == 3
     assert TrainingSection(max_steps=15).num_warmup_steps == 0
+
+
+TWICE = "each needs another name"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("format: completion\n  columns: {prompt: a, completion: a}", f"'a' stands for prompt and completion: {TWICE}"),
+        ("format: completion\n  columns: {completion: prompt}", "dataset.columns.completion: the name 'prompt' stands"),
+        ("format: classification\n  columns: {text: a, label: a}", f"'a' stands for text and label: {TWICE}"),
+        ("format: classification\n  columns: {label: text}", f"'text' stands for text and label: {TWICE}"),
+        ("format: classification\n  columns: {text: [a, a]}", f"'a' stands for text, twice: {TWICE}"),
+        ("format: chat\n  columns: {user: a, assistant: a}", f"'a' stands for user and assistant: {TWICE}"),
+        ("format: chat\n  columns: {user: [a, b], assistant: [b, c]}", f"'b' stands for user and assistant: {TWICE}"),
+        ("format: chat\n  columns: {messages: m, user: a, assistant: a}", f"stands for user and assistant: {TWICE}"),
+        ("format: chat\n  columns: {messages: m, role: a, content: a}", f"'a' stands for role and content: {TWICE}"),
+        ("format: chat\n  columns: {content: role}", f"'role' stands for role and content: {TWICE}"),
+        ("format: chat\n  columns: {user: [], assistant: a}", "dataset.columns.user: must name a column, got an empty"),
+        ("format: chat\n  columns: {user: a, assistant: []}", "dataset.columns.assistant: must name a column, got an"),
+        ("format: text\n  columns: {text: ''}", "dataset.columns.text: must name a column, got an empty list or text"),
+    ],
+)
+def test_a_name_that_stands_for_two_parts_of_an_example_or_none_is_refused(
+    refuse: Refuse, text: str, expected: str
+) -> None:
+    assert expected in refuse(DATASET + text)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "{prompt: completion, completion: prompt}",
+        "{messages: m, user: assistant, assistant: user}",  # a role is no column
+        "{messages: content, role: messages}",
+        "{user: assistant, assistant: user}",
+        "{text: a, group: a}",
+    ],
+)
+def test_names_of_other_parts_may_be_exchanged(columns: str) -> None:
+    form = "completion" if "prompt" in columns else "text" if "text" in columns else "chat"
+    assert DatasetSection(name="a", format=form, columns=yaml.safe_load(columns)).format == form

@@ -105,6 +105,7 @@ def test_a_model_in_the_cache_of_the_hub_is_known(check: Check, tmp_path: Path) 
         ("a.json", '[{"test": "a"}]', "", "the dataset has no column 'text'; it has test; did you mean test"),
         ("a.json", '[\n {"test":\n "a"}\n]', "", "the dataset has no column 'text'; it has test; did you mean test"),
         ("a.csv", "prompt,completion\n1,2\n", "", "the dataset has no column 'text'; it has prompt, completion"),
+        ("a.csv", "prompt, text\n1,2\n", "", "no column 'text'; it has prompt, ' text'; did you mean ' text'?"),
         (
             "a.tsv",
             "prompt\tanswer\n1\t2\n",
