@@ -260,5 +260,8 @@ def find_changes(baseline: LoadedRun, other: LoadedRun) -> tuple[Change, ...]:
     paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
     sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
     paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
-    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE)]
+    # An empty list or section of one recipe that has entries in the other is no key of its own.
+    empty = {path for path in paths if [] in (a.get(path), b.get(path)) or {} in (a.get(path), b.get(path))}
+    filled = {path for path in empty if any(other.startswith(f"{path}.") for other in paths)}
+    shown = [path for path in paths if path not in filled and not path.startswith(NOT_A_CHANGE)]
     return tuple(Change(path, a.get(path), b.get(path)) for path in shown)

@@ -142,6 +142,16 @@ def test_what_differs_beside_the_policy_is_named(make_run: MakeRun) -> None:
     )
 
 
+def test_a_list_or_section_that_only_one_recipe_fills_differs_in_its_entries_alone(make_run: MakeRun) -> None:
+    data = {"name": "d", "format": "completion"}
+    more = {"backward": {"exclude": ["lm_head"]}, "dataset": data | {"columns": {"prompt": "q"}}}
+    found = compare_runs([make_run(backward={"exclude": []}, dataset=data), make_run("b", **TOPK, **more)])
+    changes = {change.key: (change.baseline, change.value) for change in found.groups[1].changes}
+    assert changes["backward.exclude.0"] == (None, "lm_head")
+    assert changes["dataset.columns.prompt"] == (None, "q")
+    assert not {"backward.exclude", "dataset.columns"} & changes.keys()
+
+
 # Several policies
 
 
