@@ -354,4 +354,5 @@ def match_word(
     if prefixed:
         raise RunNotFoundError(f"{word} matches several runs: {', '.join(prefixed[:5])}")
     near = did_you_mean(word, [*ids, *filter(None, map(name_of, runs))])
-    raise RunNotFoundError(f"no run matches {word!r} in {place}{near}; `sparsebp runs` lists the runs of this machine")
+    advice = "; `sparsebp runs` lists the runs of this machine" if place == str(home()) else ""
+    raise RunNotFoundError(f"no run matches {word!r} in {place}{near}{advice}")

@@ -66,7 +66,7 @@ def test_seeds_of_another_experiment_were_not_left_out(make_run: MakeRun) -> Non
 
 
 def test_a_word_that_names_nothing_is_answered_in_one_line(runs: list[RunFolder]) -> None:
-    with pytest.raises(RunNotFoundError, match=r"^no run matches 'tpok' in here; did you mean topk\?"):
+    with pytest.raises(RunNotFoundError, match=r"^no run matches 'tpok' in here; did you mean topk\?$"):
         pick("tpok")
     with pytest.raises(RunNotFoundError, match="there are 6 runs"):
         pick("@7")
