@@ -8,6 +8,7 @@ from typing import Any
 
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.discovery import find_policy
+from sparsebp_cli.policy.known_kind import find_kinds
 from sparsebp_cli.run.stored_recipe import SCHEDULE
 
 
@@ -32,11 +33,14 @@ def _describe_phase(phase: Mapping[str, Any]) -> str:
 
 @cache
 def _find_defaults(name: str) -> dict[str, Any]:
-    """Return the defaults of a policy's options as plan.json writes them; empty for a policy that is not installed."""
+    """Return the defaults of a policy's options as plan.json writes them. Of a policy that is not installed, only
+    null options of a kind and options that are gone are known."""
     try:
         policy_class = find_policy(name).policy_class
     except PolicyError:
-        return {}
+        kinds = [kind.policy for kind in find_kinds().kinds]
+        null = {key: None for kind in kinds for key, field in kind.model_fields.items() if field.default is None}
+        return null | {key: value for kind in kinds for key, value in getattr(kind, "former_options", ())}
     assert policy_class is not None
     options = policy_class.model_json_schema().get("properties", {})
     defaults = {key: option["default"] for key, option in options.items() if "default" in option}

@@ -10,6 +10,7 @@ import pytest
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import find_policies, make_policy
 from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.recipe.description import describe_policies
 from tests.recipe.conftest import INSTALLED, SMALL
 
 Refuse = Callable[..., str]
@@ -183,3 +184,9 @@ def test_the_library_says_the_same_words(options: dict[str, object], expected: s
     with pytest.raises(PolicyError) as caught:
         make_policy("topk", **options)
     assert str(caught.value) == expected
+
+
+def test_a_policy_that_is_not_installed_is_described_without_options_that_are_gone_or_null() -> None:
+    stored = {"name": "no-such", "keep_warmup_steps": 0, "error_feedback": False, "where": None, "keep": 0.1}
+    assert describe_policies({"policy": [stored]}) == "no-such keep=0.1"
+    assert "error_feedback=True" in describe_policies({"policy": [stored | {"error_feedback": True}]})
