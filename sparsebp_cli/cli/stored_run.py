@@ -111,11 +111,12 @@ def check_plans(plans: Sequence[Plan]) -> None:
 
 
 def check_trainable(folders: Sequence[RunFolder]) -> None:
-    """Raise ``UsageError`` for a run whose keys, policies or optimizer this version cannot train, before anything is
-    written or started."""
+    """Raise ``UsageError`` for a run whose keys, policies, optimizer or metrics this installation cannot train, before
+    anything is written or started."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.policy import make_policies
     from sparsebp_cli.policy.composition import find_optimizer
+    from sparsebp_cli.recipe.evaluation import find_unmeasured
     from sparsebp_cli.run.stored_recipe import MARK
 
     for folder in folders:
@@ -125,12 +126,24 @@ def check_trainable(folders: Sequence[RunFolder]) -> None:
             _, mark, key = plan.recipe.dataset.split.partition(MARK)
             if mark:
                 raise UsageError(f"{key} was removed after version 0.5")
-            find_optimizer(plan.recipe.training.optim)
+            for fault in find_unmeasured(plan.recipe):
+                raise UsageError(f"{fault.key}: {fault.text}")
+            try:
+                find_optimizer(plan.recipe.training.optim)
+            except UsageError as error:
+                raise UsageError(f"training.optim: {error}") from None
         except (PolicyError, UsageError) as error:
             begun = f"{folder.run_id} was begun by sparsebp {plan.provenance.sparsebp_version}"
             raise UsageError(f"{begun}, and cannot continue here: {error}") from None
 
 
 def reattach(run: RunFolder) -> Job:
-    """Return the job of a run that was submitted before."""
-    return target_of(run).reattach(run)
+    """Return the job of a run that was submitted before. An ended run needs no target, whose plug-in may be gone."""
+    from sparsebp_cli.target.local import LocalJob
+
+    try:
+        return target_of(run).reattach(run)
+    except UsageError:
+        if run.ended() is None:
+            raise
+        return LocalJob(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -111,6 +112,17 @@ def test_logs_of_a_finished_run_show_progress_and_output(cli: Cli, write_recipe:
     assert "step 20/30" in done.stdout
     assert "fake worker: ok from step 0" in done.stdout.splitlines()
     assert done.stdout.splitlines()[-1].endswith(": finished")
+
+
+def test_logs_of_an_ended_run_need_no_plug_in_of_its_target(cli: Cli, write_recipe: Write) -> None:
+    cli("run", write_recipe())
+    file = list_runs()[0].plan_file
+    plan = json.loads(file.read_text(encoding="utf-8"))
+    plan["recipe"]["target"] = {"kind": "no-such-plug-in"}
+    file.write_text(json.dumps(plan), encoding="utf-8")
+    for options in ([], ["--follow"]):
+        done = cli("logs", "@last", *options, real=True)
+        assert (done.returncode, done.stdout.splitlines()[-1][-10:]) == (0, ": finished"), done.stderr
 
 
 def test_a_killed_worker_ends_with_101_and_can_be_resumed(start: Start, cli: Cli, write_recipe: Write) -> None:

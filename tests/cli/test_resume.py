@@ -109,7 +109,11 @@ OF_0_5 = {
     "keep_warmup_steps": {"policy": [{"name": "tokens", "score": "loss", "keep": 0.3, "keep_warmup_steps": 3}]},
     "mode: got 'stop'": {"policy": [{"name": "tokens", "score": "random", "keep": 0.3, "mode": "stop"}]},
     "training.max_cost: 2.0 was removed": {"training": {"max_cost": 2.0}},
-    "'muon' was removed": {"training": {"optim": "muon"}},
+    "training.optim: 'muon' was removed": {"training": {"optim": "muon"}},
+    "measure.generate.metrics: unknown metric 'of-a-package', allowed": {
+        "measure": {"generate": {"metrics": ["of-a-package"]}},
+        "dataset": {"format": "completion"},
+    },
 }
 
 
