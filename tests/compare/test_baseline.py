@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 from sparsebp_cli.compare import Question, compare_runs
@@ -27,6 +28,14 @@ def test_the_card_of_an_exact_policy_says_what_the_comparison_with_dense_states(
     run = make_run("mine", policy=EXACT)
     beside = compare_here(run, Plan.load(run.path / "plan.json"))
     assert beside.verdict.startswith("exact: what differs is rounding")
+
+
+def test_the_card_of_a_copied_run_states_the_same(make_run: MakeRun) -> None:
+    make_run("plain")
+    run = make_run("mine", policy=EXACT)
+    plan = Plan.load(run.path / "plan.json")
+    copy = RunFolder(shutil.copytree(run.path, run.path.with_name("copy")))
+    assert compare_here(copy, plan).verdict == compare_here(run, plan).verdict
 
 
 def test_without_a_dense_run_or_with_several_the_baseline_is_named(make_run: MakeRun) -> None:

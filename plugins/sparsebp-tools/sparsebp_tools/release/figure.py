@@ -88,7 +88,7 @@ def compare_here(run: RunFolder, plan: Plan) -> Beside:
         found = compare_runs(runs)
     except SparseBPError:  # such as runs without a common metric
         return Beside()
-    mine = next(line.group for line in found.runs if line.run_id == run.run_id)
+    mine = next(line.group for line in found.runs if line.run_id == plan.run_id)  # a copy keeps the id of its plan
     group = next(group for group in found.groups if group.group == mine)
     has_dense = len(found.groups) > 1 and not is_dense(plan.recipe.model_dump(mode="json"))
     verdict = group.verdict if has_dense and group.group != found.baseline else ""
