@@ -28,6 +28,8 @@ WRONG = [
     ("[5e-4, 1e-3]", "[]", "vary.training.learning_rate: must be at least 1 item long"),
     ("training.learning_rate:", "tracking.experiment:", "vary.tracking.experiment: cannot be varied"),
     ("training.learning_rate:", "training.seed:", "vary.training.seed: cannot be varied"),
+    ("training.learning_rate: [5e-4, 1e-3]", "dataset.columns.text: [a, b]", "vary.dataset.columns.text: cannot be"),
+    ("training.learning_rate: [5e-4, 1e-3]", "dataset.eval_fraction: [0.1, 0.2]", "other validation data have another"),
     ("same: cost", "same: money", "budget.same: got 'money', allowed: 'steps', 'cost', 'time', 'tokens'"),
     ("same: cost", "same: steps", "budget: the key `as` needs 'same: cost', 'same: time' or 'same: tokens'"),
     ("same: cost, as: dense, steps: 20", "same: time", "budget: 'same: time' needs either 'seconds: N' or 'as: ARM'"),

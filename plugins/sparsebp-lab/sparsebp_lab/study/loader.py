@@ -23,7 +23,7 @@ from sparsebp_cli.recipe.override import set_value
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_lab.study.published import Paper, PaperClaim
 from sparsebp_lab.study.scale import describe_scale, find_prefix, find_wrong_scale, read_base, scale_down
-from sparsebp_lab.study.schema import FIXED_KEYS, NO_RESULT, STEPS_KEY, RangeSection, Study
+from sparsebp_lab.study.schema import FIXED_KEYS, NO_RESULT, STEPS_KEY, TRAIN_EXAMPLES_KEY, RangeSection, Study
 
 MOST_VARIANTS = 10_000
 ENDS = ("from", "to")  # of a range
@@ -218,6 +218,9 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
             yield from _find_wrong_range(location, values, study)
         if key in FIXED_KEYS or key.split(".")[0] in NO_RESULT:
             yield FieldError(location, "cannot be varied: either it does not change the training, or the study sets it")
+        if key.split(".")[0] == "dataset" and key != TRAIN_EXAMPLES_KEY:
+            text = "cannot be varied: other validation data have another loss; of dataset, only max_train_examples can"
+            yield FieldError(location, text)
         if key == STEPS_KEY and study.budget is not None:
             yield FieldError(location, "the budget decides the steps of every arm")
 

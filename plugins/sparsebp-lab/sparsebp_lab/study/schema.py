@@ -14,6 +14,7 @@ from sparsebp_cli.recipe.schema import CountFromZero, Name, PositiveInt, Section
 FEWEST_STEPS = 10  # a smaller budget is refused: a schedule over so few steps shows nothing about a method
 STEPS_KEY = "training.max_steps"
 FIXED_KEYS = ("name", "base", "version", "training.seed")  # the study itself decides these
+TRAIN_EXAMPLES_KEY = "dataset.max_train_examples"  # the only key of the data that leaves validation data alone
 NO_RESULT = ("target", "tracking", "checkpoint")  # varying them would train the same model several times
 
 Value = str | int | float | bool | None | list[object] | dict[str, object]
