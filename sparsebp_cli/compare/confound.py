@@ -167,7 +167,10 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     seeds = {group.seeds for group in groups if group.seeds}
     if len(seeds) > 1:
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
-        lines.append(f"the groups have different seeds ({shown}): differences use only the shared seeds")
+        lines.append(
+            f"the groups have different seeds ({shown}): a difference is over the seeds of its two groups, a mean over "
+            "the seeds that all groups share"
+        )
     if any(run.sequential for run in counted):
         lines.append(
             "`run --until-ci` of 0.5 added seeds until a margin was decided: intervals and answers of one look do not "

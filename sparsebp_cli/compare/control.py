@@ -323,12 +323,19 @@ def _has(entry: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
     return all(found.get(key) == value for key, value in wanted.items())
 
 
+def _without_unwritten(entry: Mapping[str, object]) -> Entry:
+    """Return a policy's entry without what recipes do not write: nulls, and options that are gone."""
+    made = _make(entry)
+    gone = () if made is None else made.former_options
+    return {key: value for key, value in entry.items() if value is not None and (key, value) not in gone}
+
+
 def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> ControlRuns | None:
     """Return the runs that make the random control; None if one of the policies is not installed here."""
     if UNKNOWN in drawn:
         return None
     wanted = [control or entry for control, entry in zip(drawn, runs[-1].policies, strict=True)]
-    given = [{key: value for key, value in entry.items() if value is not None} for entry in wanted]
+    given = [_without_unwritten(entry) for entry in wanted]
     return _run(runs, runs[-1], [f"policy={json.dumps(given)}"], f"{runs[-1].name}-random"[:64])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -124,6 +125,20 @@ def test_of_a_policy_that_is_not_installed_the_control_is_missing_without_a_comm
     random = next(c for c in found.controls if c.kind == "random")
     assert (random.found, random.command) == ("", "")
     assert "not compared with random at the same budget" in found.groups[1].verdict
+
+
+def test_the_command_of_a_random_control_has_no_option_that_is_gone(make_run: MakeRun) -> None:
+    stored = {"name": "topk", "keep_warmup_steps": 0, "error_feedback": False, "keep": 0.25, "along": "rows"}
+    found = compare_runs([make_run(), make_run("b", policy=[stored], exact=False)])
+    command = next(control.command for control in found.controls if control.kind == "random")
+    assert '"keep": 0.25' in command
+    assert not {"keep_warmup_steps", "error_feedback"} & set(re.findall(r"\w+", command))
+
+
+def test_means_over_other_seeds_than_the_differences_are_said_to_be(make_run: MakeRun) -> None:
+    runs = [*seeds_of(make_run, "dense", (0.0,) * 3), make_run("b", 0, **TOPK)]
+    warnings = compare_runs(runs).warnings
+    assert any("(dense: 0, 1, 2; b: 0): a difference is over the seeds of its two groups" in one for one in warnings)
 
 
 def test_a_policy_whose_step_costs_as_much_needs_no_dense_at_equal_cost(make_run: MakeRun) -> None:
