@@ -186,7 +186,7 @@ def test_the_library_says_the_same_words(options: dict[str, object], expected: s
     assert str(caught.value) == expected
 
 
-def test_a_policy_that_is_not_installed_is_described_without_options_that_are_gone_or_null() -> None:
+def test_a_policy_that_is_not_installed_is_described_without_options_that_are_gone() -> None:
     stored = {"name": "no-such", "keep_warmup_steps": 0, "error_feedback": False, "where": None, "keep": 0.1}
     assert describe_policies({"policy": [stored]}) == "no-such keep=0.1"
     assert "error_feedback=True" in describe_policies({"policy": [stored | {"error_feedback": True}]})
