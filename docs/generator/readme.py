@@ -18,14 +18,14 @@ VERDICT = re.compile(
     r"backward take (?P<passes>\S+ %) \[(?P<low>\S+), (?P<high>\S+)\] \(median and quartiles of (?P<probes>\d+) "
     r"probes\), (?P<reached>\d+)% of the possible saving; memory held by a step (?P<memory>\S+ %) in these runs\."
 )
-LINES = """`{name}` compared with `{dense}`:
+LINES = """The recipe `{name}` compared with `{dense}`:
 
 - evaluation loss: equal up to rounding (difference {loss})
 - time of a training step: {step}
 - time of forward plus backward: {passes}, the median of {probes} measurements (quartiles {low} and {high} %). Each
-  measurement runs both recipes in turn on the same batch. The time fell less than the FLOPs: for every 10 % of FLOPs
-  saved, these passes took about {ratio:g} % less time.
-- most memory that tensors held during a step: {memory}"""
+  measurement runs one batch alternately with and without `lossless`. The time fell less than the FLOPs: for every 10 %
+  of FLOPs saved, forward plus backward took about {ratio:g} % less time.
+- peak memory of tensors during a step: {memory}"""
 
 
 def page(root: Path, name: str = "README.md", shown: tuple[str, ...] = WORDS) -> str:
