@@ -13,150 +13,193 @@ TRIALS = Path("docs/reference/promises.json")
 MUTANTS = Path("benchmarks/results/mutants.json")
 PROMISES = {
     "R1": (
-        "kill -9 at a random moment, several times in a row, also during a resume and inside a save",
-        "the run resumes to the same weights, optimizer state, generators and metrics, bit for bit",
+        "somebody kills the process (kill -9) at a random moment, several times in a row, also during a resume or "
+        "while it writes a checkpoint",
+        "the resumed run ends with the same weights, optimizer state, random generators and metrics as an "
+        "uninterrupted run, bit for bit",
     ),
     "R2": (
-        "a file of the newest checkpoint is removed, emptied, cut or changed by one bit, under each policy",
-        "the run falls back to the checkpoint before, with one warning, and ends with the same result",
+        "a file of the newest checkpoint is removed, emptied, cut, or changed by one bit, under each policy",
+        "the run warns once, resumes from the checkpoint before, and ends with the same result",
     ),
     "R3": (
-        "the disk is full, here (under each policy) or on the machine of a target",
-        "earlier checkpoints stay intact, the run stops with one line, and resumes to the same result",
+        "the disk is full, on this machine (under each policy) or on the machine of a target",
+        "the run stops with one line of error; earlier checkpoints stay intact; a resumed run ends with the same "
+        "result",
     ),
     "R4": (
-        "SIGTERM or SIGINT, as a scheduler sends them before it takes the machine away, under each policy",
-        "a checkpoint at the next step, exit code 143 or 130, and the same result after resuming",
+        "the process gets SIGTERM or SIGINT, as from a scheduler before preemption, under each policy",
+        "the run writes a checkpoint after the current step and exits with code 143 or 130; a resumed run ends "
+        "with the same result",
     ),
     "R5": (
-        "the tracking server refuses, hangs, drips, answers with an error, or dies midway",
-        "training goes on; one warning names `sparsebp sync`, which sends what is missing",
+        "the tracking server refuses connections, hangs, answers very slowly or with an error, or dies during an "
+        "answer",
+        "training continues; one warning names `sparsebp sync`, which sends the missing numbers",
     ),
     "R6": (
-        "eight runs start at once on one new SQLite store",
-        "every point is in the store, or the run reports that it is not",
+        "eight runs start at once with one new SQLite store",
+        "the store gets every logged number, or the run reports that numbers are missing",
     ),
-    "R7": ("NaN or Inf in a loss or a gradient", "the run stops before the update and names the step"),
+    "R7": (
+        "a loss or a gradient is NaN or Inf",
+        "the run stops before the optimizer step and names the step",
+    ),
     "R9": (
-        "the clock steps back or forward, between attempts or while clients and workers are at work",
-        "steps alone order checkpoints; the result is the same but for the peak memory of a step in which it jumps, "
-        "and every command ends",
+        "the clock jumps back or forward, between attempts of a run or while commands and training processes work",
+        "SparseBP orders checkpoints by step, not by time. The result stays the same, except for the peak memory "
+        "of a step in which the clock jumps. Every command ends",
     ),
     "R10": (
-        "a remote host or its daemon goes away, the connection breaks, the client is killed, the power fails",
-        "the run is unreachable, not failed; the next command finds it again; one process writes at a time",
+        "a remote machine or its daemon stops, the connection breaks, the local command is killed, or the power fails",
+        "the run counts as unreachable, not as failed; the next command finds it again; only one process writes "
+        "at a time",
     ),
     "R11": (
-        "a recipe is mutated at random",
-        "one line with file, line and column; exit code 2; nothing is executed or written",
+        "a recipe has random changes",
+        "the command prints one line of error with file, line and column, exits with code 2, and executes and "
+        "writes nothing",
     ),
-    "R12": ("a model, checkpoint, artifact or data folder is hostile", "one line refuses it; none of its code runs"),
+    "R12": (
+        "a folder with a model, checkpoint, artifact or data is hostile",
+        "SparseBP refuses it with one line of error, and runs none of its code",
+    ),
     "R13": (
         "the environment, the recipe, the store's address or uncommitted files contain secrets",
-        "none of them is found in the run's folder, the store, logs or error messages",
+        "SparseBP writes none of the secrets into the run's folder, the store, logs or error messages",
     ),
-    "R14": ("the key of an SSH host is unknown or has changed", "the host is refused"),
+    "R14": (
+        "the key of an SSH host is unknown or has changed",
+        "SparseBP refuses the host",
+    ),
     "R15": (
-        "a recipe requests mounts, users or capabilities that lead out of a container",
-        "it is refused before anything starts",
+        "a recipe requests mounts, users or capabilities by which code could leave a container",
+        "SparseBP refuses the recipe before anything starts",
     ),
-    "R16": ("the faults of R1 under each registered policy", "the promise of R1"),
+    "R16": (
+        "the faults of R1 under each registered policy",
+        "as for R1",
+    ),
     "R17": (
-        "plan, code or data change between a kill and the resume",
-        "the resume is refused with a table of what differs; `--allow-change` goes on and is recorded",
+        "recipe, code or data change between a kill and the resume",
+        "`resume` refuses and prints a table of the differences; with `--allow-change` it continues, and the run "
+        "records this",
     ),
-    "R18": ("the dense policy goes through the engine", "gradients equal those of `loss.backward()`, bit for bit"),
+    "R18": (
+        "a backward pass of the dense policy runs through the engine",
+        "the gradients equal those of `loss.backward()`, bit for bit",
+    ),
     "R19": (
-        "names and values hold shell syntax, newlines, quotes or leading dashes",
-        "the real shells run each generated script, and nothing but the worker starts",
+        "names and values contain shell syntax, newlines, quotes or leading dashes",
+        "each generated script, run by the real shells, starts only the training process",
     ),
-    "R20": ("an unpacked folder brings a hostile Git configuration, hooks or attributes", "no command runs any of it"),
+    "R20": (
+        "an unpacked folder contains a hostile Git configuration, hooks or attributes",
+        "no command of SparseBP runs any of it",
+    ),
     "R21": (
-        "a mount is a link to, or an ancestor of, a socket or a system folder",
-        "it is refused by its resolved path",
+        "a mount is a link to a socket or a system folder, or contains one",
+        "SparseBP resolves the path and refuses the mount",
     ),
     "R22": (
-        "a run, a journal line, a neighbour of a checkpoint or a row of a store cannot be read, or a file never ends",
-        "one line names it, and the command goes on with the others",
+        "a run, a line of an event log, a file beside a checkpoint or a row of a store is unreadable, or a file "
+        "never ends",
+        "the command names it in one line and continues with the others",
     ),
-    "R23": ("an update makes weights that are not finite", "no checkpoint holds them, and the run ends as diverged"),
-    "R24": ("two processes work at one run", "one of them writes"),
+    "R23": (
+        "an update makes weights that are not finite",
+        "no checkpoint contains such weights, and the run ends as *diverged*",
+    ),
+    "R24": (
+        "two processes work on one run",
+        "only one of them writes",
+    ),
     "R25": (
-        "a run makes 20,000 steps; a store holds 2,000 runs",
-        "memory is flat, the journal grows linearly, and listing takes under a second of CPU",
+        "a run takes 20,000 steps; the run folder contains 300 runs",
+        "memory use stays constant, the event log grows linearly, and the work to list, prune or compare runs grows in "
+        "proportion to their number",
     ),
     "R26": (
-        "a run on several nodes loses a rank, a launcher or a node, or one of them hangs",
-        "the run ends with one line that names it, or goes back into the queue and resumes; it never hangs",
+        "a run on several nodes loses a process, a launcher or a node, or one of them hangs",
+        "the run never hangs: it ends with one line that names the lost part, or returns to the queue and resumes",
     ),
     "R27": (
-        "the power fails at any moment of a run, a study, a fetch from a target, a prune (disks of ext4 and XFS)",
-        "what was told finished is finished and whole; no copy was deleted in favour of one that is not",
+        "the power fails at any moment of a run, a study, a fetch from a target, or a prune (disks with ext4 and XFS)",
+        "whatever SparseBP reported as finished is finished and complete; it deletes no copy before another copy "
+        "is complete",
     ),
     "R28": (
-        "`target.json` or `plan.json` is there and cannot be read",
-        "a run elsewhere is unreachable, not over; a study makes the plan again",
+        "`target.json` or `plan.json` exists but is unreadable",
+        "a run on another machine counts as unreachable, not as ended; a study writes the plan again",
     ),
     "R29": (
-        "a login shell or a line of `setup` prints something, fails, or sets options of the shell",
-        "none of it is taken for data or for a job's number; a failed line ends the command and is named",
+        "a login shell or a line of `setup` prints something, fails, or sets shell options",
+        "SparseBP does not take the output for data or for the number of a job; a failed line ends the command, "
+        "and the error names it",
     ),
     "R30": (
-        "a job is warned each time before it has made a new checkpoint, loses a node each time, or its count is lost",
-        "it goes back into the queue a counted number of times, then the run ends and says why; a job that makes "
-        "checkpoints goes back each time",
+        "before each new checkpoint, a job gets the scheduler's warning or loses a node; or the count of its "
+        "restarts is lost",
+        "the job returns to the queue a limited number of times, then the run ends and says why; a job that makes "
+        "checkpoints returns each time",
     ),
     "R31": (
-        "a message names a command, whatever went wrong",
-        "in the state that printed it the command does what the message says; a new message without its story fails",
+        "a message names a command, for any kind of error",
+        "in the state in which SparseBP printed the message, the command does what the message says; a test fails "
+        "if a new message has no such check",
     ),
     "R32": (
-        "archives, workers' answers, journals, plans, weights and configs are larger than they can be",
-        "one line refuses them by size, in less than 256 MiB",
+        "archives, answers of training processes, event logs, plans, weights or configs are larger than they can "
+        "validly be",
+        "SparseBP refuses them by their size with one line of error, and uses less than 256 MiB",
     ),
     "R33": (
-        "a recipe's `base` names a file of secrets",
-        "it is refused outside the recipe's folder or repository, and no error quotes what is no recipe",
+        "`base` in a recipe names a file with secrets",
+        "SparseBP refuses a base outside of the recipe's folder or repository, and no error quotes a file that is "
+        "not a recipe",
     ),
     "R34": (
-        "a training takes 20 to 500 steps of changing shapes, with any policy and through any door (engine, `Trainer`, "
-        "callback, accelerate, a script, the worker)",
-        "nothing is left behind: at the end there are as many tensors, classes, functions and entries of registries as "
-        "midway",
+        "a training takes 20 to 500 steps with batches of changing shapes, with any policy, by each way to use "
+        "SparseBP (engine, `Trainer`, callback, accelerate, a script, a recipe)",
+        "memory does not leak: at the end there are as many tensors, classes, functions and registry entries as midway",
     ),
     "R35": (
-        "PyTorch is the build for CUDA that pip gives, and there is no GPU",
-        "the quickstart works, and the tests of the GPU's code (fake device, Triton's interpreter) pass as with the "
-        "build for processors",
+        "PyTorch is pip's build for CUDA, and the machine has no GPU",
+        "the quickstart works, and the tests of GPU code (with a fake device and Triton's interpreter) pass as "
+        "with the CPU build",
     ),
     "R36": (
-        "a model has 10,000 linears",
-        "each policy is attached in time proportional to their number (CPU time is counted, not promised)",
+        "a model has 10,000 linear layers",
+        "the time to attach a policy grows in proportion to the number of layers (the tests count CPU time, but "
+        "we guarantee no value)",
     ),
     "R38": (
-        "a file system answers reads and writes with an error (EIO), or becomes read-only at work",
-        "the run stops with one line, earlier checkpoints stay whole, and it resumes to the same result",
+        "a file system answers reads and writes with an error (EIO), or becomes read-only during a run",
+        "the run stops with one line of error; earlier checkpoints stay intact; a resumed run ends with the same "
+        "result",
     ),
     "R39": (
-        "50 runs wait for their turn at once",
-        "each is trained once, no more than the limit at a time, and one stop ends all of them",
+        "50 runs wait for a device at once",
+        "SparseBP trains each run once, never more than the limit at a time, and one stop ends all of them",
     ),
 }
-TEXT = """This page lists what SparseBP guarantees when something goes wrong, and how often tests tried it. A trial is
-one fault put into a real component: a worker process that is killed, a file that is damaged, a shell that runs a
-generated script. Each row is counted by the tests that it names, when `make chaos` runs them; `make test` runs a few
-trials of each. A failure is a trial that broke the promise. *Counted* is the day and the commit. *Changed since* means
-that the code which keeps the promise is no longer what was counted (`tests/trials.py` lists the files). In R2 to R4
-the peak memory of a single step is no part of the result: the first step of a process allocates a little more."""
+TEXT = """This page lists what SparseBP guarantees when something goes wrong, and how often tests tried it. In a
+*trial*, a test causes one fault in a real component: it kills a process, damages a file, or lets a shell run a
+generated script. A *failure* is a trial in which the guarantee did not hold. `make chaos` runs all trials and counts
+them; `make test` runs a few of each row. The column *counted* has the day and the commit of the count. *Changed since*
+means that the code behind the guarantee has changed after the count (`tests/trials.py` lists the files). In R2 to R4,
+*the same result* does not include the peak memory of a single step, because the first step of a process allocates a
+little more. The *store* is the MLflow store. A *target* is the place where a run trains, such as a container or a
+cluster."""
 
 INPUTS = """## Hostile inputs
 
-`tests/cli/test_hostile_input.py` and `tests/cli/test_hostile_folder.py` run every verb on every kind of input that it
-reads. Each command must end, with at most one line of error. It must run nothing of the input, quote no secret, and
-change no file outside of the run store and the working folder. The numbers count commands; a dash means that the verb
-does not read such an input. `doctor` imports torch, so only the working folder is tried. A verb without a row fails a
-test. So does a parameter that names a file, if no command reads it.
-`python -m tests.cli.hostile` prints this table."""
+`tests/cli/test_hostile_input.py` and `tests/cli/test_hostile_folder.py` run every command of SparseBP on every kind of
+input that it reads. Each command must end, with at most one line of error. It must not execute the input, quote a
+secret, or change a file outside of the run store and the working folder. The table counts the trials. A dash means that
+the command does not read such an input. `doctor` imports torch, so the tests try it only in a hostile working folder. A
+test fails if a command has no row, or if no trial covers a parameter that names a file. Below the table, a list names
+the inputs of each kind. `python -m tests.cli.hostile` prints the table."""
 
 
 def page(root: Path) -> str:
@@ -166,7 +209,7 @@ def page(root: Path) -> str:
     assert not unknown, f"{TRIALS} counts trials of {unknown}, which docs/generator/promise.py does not name"
     digest = runpy.run_path(str(root / "tests" / "trials.py"))["find_digest"]
     rows = [(name, *texts, *_counted(found.get(name), digest(name, root))) for name, texts in PROMISES.items()]
-    columns = ("", "fault", "promise", "trials", "failures", "counted", "tests")
+    columns = ("", "fault", "guarantee", "trials", "failures", "counted", "tests")
     parts = [head("Guarantees under faults", TEXT), table(columns, rows), _versions(found), _mutants(root)]
     return "\n".join([*parts, "", INPUTS, "", *_inputs(root)])
 
@@ -183,11 +226,12 @@ def _mutants(root: Path) -> str:
     killed, tried = (sum(row[key] for row in found["modules"].values()) for key in ("killed", "tried"))
     text = f"""## Tests of the guards
 
-`make mutants` changes one place of the code that keeps these promises, and runs the tests of its module. It tries
-mutants by hand, and others that the commit's hash draws. Tests killed {killed} of {tried}, {100 * killed // tried} %,
-on {found["date"]} at commit `{found["commit"][:12]}` ({found["machine"]}). {found.get("note", "")}
+`make mutants` makes one small change (a *mutant*) in the code behind these guarantees, and runs the tests of the
+changed module. At least one test should then fail. Some mutants are written by hand; others are drawn at random, with
+the commit's hash as the seed. The tests noticed {killed} of {tried} mutants, {100 * killed // tried} %, on
+{found["date"]} at commit `{found["commit"][:12]}` ({found["machine"]}). {found.get("note", "")}
 """
-    return "\n".join([text, table(("module", "by hand", "drawn", "killed"), rows)])
+    return "\n".join([text, table(("module", "by hand", "drawn", "noticed"), rows)])
 
 
 def _inputs(root: Path) -> list[str]:
