@@ -1,12 +1,11 @@
-"""Isolation check: finds the examples of a batch, and compares runs of the batch with runs of its examples alone."""
+"""Isolation check: compares runs of a batch with runs of its examples alone."""
 
 from sparsebp_cli.backward.isolation.alone import compare_with_alone
-from sparsebp_cli.backward.isolation.examples import Examples, NotAlone, examples_at, find_examples
+from sparsebp_cli.backward.isolation.examples import Examples, NotAlone, examples_at
 
 __all__ = [
     "Examples",
     "NotAlone",
     "compare_with_alone",
     "examples_at",
-    "find_examples",
 ]

@@ -23,7 +23,7 @@ def compare_with_alone(
 
     Args:
         model: Any model that accepts its batch by name, in its training mode.
-        examples: The batch's examples, from :func:`find_examples` or :func:`examples_at`.
+        examples: The batch's examples, such as those of :func:`examples_at`.
         passes: Each runs the whole batch and returns an output in the shapes of the model's own.
         call: Runs an example, given its arguments; None: the model with its hooks. Inside a forward of the model, pass
             the function below the hooks, since these hold the state of the running forward.

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_audit.isolation import LossReader, ScriptCall, judge_batch
+from sparsebp_audit.isolation.boundaries import find_examples
 from sparsebp_audit.isolation.channel import Forward, tensors_of
 from sparsebp_audit.report import BatchJudgement, IsolationReport
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
-from sparsebp_cli.backward.isolation import Examples, NotAlone, find_examples
+from sparsebp_cli.backward.isolation import Examples, NotAlone
 from sparsebp_cli.backward.isolation.output import named_tensors
 from sparsebp_cli.backward.observe.internals import next_sequence_number
 

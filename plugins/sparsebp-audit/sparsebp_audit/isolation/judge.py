@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsebp_audit.isolation.boundaries import find_examples
 from sparsebp_audit.isolation.embeddings import Embeddings
 from sparsebp_audit.isolation.mend import find_cause, find_purpose
 from sparsebp_audit.isolation.part import find_first_module
 from sparsebp_audit.report.isolation import BatchJudgement, MixedPair
 from sparsebp_cli.backward.isolation.alone import relative_difference
-from sparsebp_cli.backward.isolation.examples import Examples, NotAlone, find_examples
+from sparsebp_cli.backward.isolation.examples import Examples, NotAlone
 from sparsebp_cli.backward.isolation.output import ExampleOutputs
 from sparsebp_cli.backward.isolation.run import undisturbed
 from sparsebp_cli.backward.observe.internals import is_batch_norm
