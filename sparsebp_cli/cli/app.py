@@ -117,7 +117,9 @@ for panel, verbs in VERBS.items():
     for verb in verbs:
         example = EXAMPLES.get(verb.__name__)
         epilog = f"Example: sparsebp {example}" if example else None
-        app.command(cls=Verb, rich_help_panel=panel, epilog=epilog)(verb)
+        # Typer would keep the line breaks of the source.
+        prose = "\n\n".join(" ".join(part.split()) for part in (verb.__doc__ or "").split("\n\n"))
+        app.command(cls=Verb, rich_help_panel=panel, epilog=epilog, help=prose)(verb)
 
 
 def show_version(requested: bool) -> None:

@@ -55,10 +55,10 @@ RUNS = (
     "selects."
 )
 WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'."
-STUDY = "Compare the reported runs of this study. With --all or --html, also show its tuning."
+STUDY = "Compare the reported runs of this study. With --all or --html, also show how it was tuned."
 FROM = "Read runs from here: a folder of runs, or an archive."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
-BETTER = "Which values of --metric are better. Needed only if its runs do not declare this."
+BETTER = "Whether lower or higher values of --metric are better. Needed only for a metric that SparseBP does not know."
 FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
 REST = "more: --all (every table), --html FILE (a page), `show RUN` (one run)"
 SHOW, GATE, FILE = "What is shown", "For CI", "Files"

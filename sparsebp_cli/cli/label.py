@@ -23,7 +23,7 @@ def tag(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name of the tag: a letter, then letters, digits, _ . or -.")
     ],
-    remove: Annotated[bool, typer.Option("--remove", help="Remove the tag.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the tag from these runs.")] = False,
     output: Format = Output.TABLE,
 ) -> None:
     """Give runs a tag. Select them later as `@NAME` in every command, or by --where tag=NAME."""

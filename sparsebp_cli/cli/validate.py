@@ -37,8 +37,8 @@ Forecasting = Annotated[
     bool,
     typer.Option(
         "--memory",
-        help="Only estimate the memory of a step, and list changes that need less. Loads no weights: config.json is "
-        "enough.",
+        help="Only estimate the memory of a step, and list recipe changes that save memory. Loads no weights: "
+        "config.json is enough.",
         rich_help_panel=FORECAST,
     ),
 ]

@@ -8,7 +8,7 @@ JUDGE = VerbEntry(
     "More: results",
     {"judgement": (f"{LAB}.answer.judge_record:Judgement", 1)},
     writes=True,
-    example="judge topk --against python-docs --budget 30m",
+    example="judge quickstart --against quickstart-dense --budget 30m",
 )
 STUDY = VerbEntry(
     f"{LAB}.verb.study:study",

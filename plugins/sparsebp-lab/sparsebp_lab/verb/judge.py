@@ -35,12 +35,15 @@ CANDIDATE = (
     "--script: a commit."
 )
 SCRIPT = (
-    "Compare two commits of your own training command, such as 'python train.py --seed {seed}', which must log to "
-    "MLflow."
+    "Compare two commits of your git repository. Each run starts this command at one of them: "
+    "'python train.py --seed {seed}'. The command must log to MLflow."
 )
 METRIC = "With --script: the metric that decides, and whether lower or higher is better, such as val_loss:lower."
 BUDGET = "Budget for all runs of this question together: a time (30m, 2h), or a number of FLOPs (3e15)."
-EFFECT = "The smallest gain to find, in the metric's unit. Default: one standard deviation between the baseline's runs."
+EFFECT = (
+    "The smallest gain to find, in the metric's unit. Default: one standard deviation of the metric between the "
+    "baseline's runs."
+)
 MARGIN = (
     "Train further pairs of runs until the candidate is shown to be better, worse, or equal within this margin, such "
     "as eval/loss=0.01."

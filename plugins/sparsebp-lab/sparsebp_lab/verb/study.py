@@ -34,7 +34,10 @@ LOOK_SHARE = 0.02  # fraction of the time that looks may take: each reads hundre
 FILE = "The study (YAML), or its name in `sparsebp recipes`."
 SCALED = "Run a smaller version of the study, which the study's key `scale` describes."
 TARGET = "Train everything on this target of `sparsebp targets`, instead of the study's key `where`."
-FROM = "Train nothing. Repeat the choice of hyperparameter values from the trials in this archive, and compare both."
+FROM = (
+    "Train nothing. Choose the hyperparameter values again, from the trials in this archive, and compare them with "
+    "the values that the study chose."
+)
 STOPPING = (
     "stopping: running trials first save a checkpoint; run the same command again to continue; press Ctrl-C "
     "again to end them at once"
