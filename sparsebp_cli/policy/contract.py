@@ -65,7 +65,7 @@ class Site:
         """
         if self.unknown:
             raise UnsupportedError(
-                f"'within: example' needs the example of each row, which is unknown at {self.name!r}: "
+                f"'within: example' cannot tell which example each gradient row of {self.name!r} belongs to: "
                 f"{self.unknown}; exclude this module, or set 'within: batch'"
             )
         return self.batch_shape[0] if len(self.batch_shape) > 1 else 1

@@ -147,10 +147,10 @@ def _build_model(
 
 def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]) -> None:
     """Make the model's forward accept token weights. Raise DataError if policy, compilation or model forbid them."""
-    what = "the messages' weights"
+    what = "message weights"
     for policy in policies:
         if any(kind.weighs_examples for kind in list_kinds([policy])):
-            raise DataError(f"{what} do not work with {type(policy).__name__}, which weights examples: leave one out")
+            raise DataError(f"{what} do not work with {type(policy).__name__}, which weights examples: give only one")
     if recipe.training.compile:
         raise DataError(f"{what} do not work with 'training.compile: true': use false")
     try:

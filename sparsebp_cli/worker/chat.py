@@ -20,7 +20,7 @@ from sparsebp_cli.worker.chat_template import ChatRequest, RenderedChat, marks_g
 Span = tuple[int, int, float]  # first character, end (exclusive), and the weight of their tokens
 
 WAYS_OUT = (
-    "give dataset.chat_template a template that marks the assistant's turns with {% generation %}, or train_on: last"
+    "give dataset.chat_template a template that marks assistant turns with {% generation %}, or set train_on: last"
 )
 
 
@@ -124,11 +124,11 @@ class _PrefixWriter(_Writer):
             return len(text)
         some = "message" if count == 1 else f"{count} messages"
         if prefix.error:
-            raise self._inconsistent(number, f"the template fails for the first {some} alone ({prefix.error})")
+            raise self._inconsistent(number, f"it fails for the first {some} without the rest ({prefix.error})")
         if not text.startswith(prefix.text):
             raise self._inconsistent(
                 number,
-                f"the text for the first {some} alone is not the beginning of the text for the whole conversation",
+                f"its text for the first {some} is not the beginning of its text for the whole conversation",
             )
         return len(prefix.text)
 

@@ -56,7 +56,7 @@ def make_prompts(
         return _of_texts(chosen, examples, section, tokenizer)
     for one in conversations:
         if find_answer(one) is None:
-            raise DataError(f"{one.place}: measure.generate needs a message before a message of the assistant")
+            raise DataError(f"{one.place}: measure.generate needs a prompt before an answer of the assistant")
     return _of_conversations(conversations, chosen, examples, section, tokenizer)
 
 

@@ -82,7 +82,7 @@ class ReloadedOutputs:
             return {"checked": False, "reason": f"loading {size / 1e9:.1f} GB again needs more memory than is free"}
         if not difference <= self.tolerance:
             raise RunFailedError(
-                f"the saved model is not the trained one: loaded again, its outputs have a relative error of "
+                f"the saved model is not the trained one: after loading, its outputs differ by a relative error of "
                 f"{difference:.2g}, allowed {self.tolerance:g}; the files stay in {folder}"
             )
         stride = -(-self.logits_NO.numel() // STORED)
@@ -128,7 +128,7 @@ def check_again(folder: Path, recorded: Path) -> dict[str, object]:
     difference = measure_difference(found.flatten()[::stride], torch.tensor(record["logits"]))
     if not difference <= record["tolerance"]:
         raise RunFailedError(
-            f"{folder}: loaded in a fresh process, the model's outputs have a relative error of {difference:.2g}"
+            f"{folder}: the loaded model's outputs differ from those in training by {difference:.2g} (relative)"
         )
     return {"checked": True, "difference": difference}
 

@@ -99,7 +99,8 @@ def test_rows_whose_order_is_not_proved_are_refused_by_the_name_of_the_site(chan
     with (
         sbp.attach(model, [WITHIN]) as engine,
         pytest.raises(
-            UnsupportedError, match="'within: example' needs the example of each row, which is unknown at 'second'"
+            UnsupportedError,
+            match="'within: example' cannot tell which example each gradient row of 'second' belongs to",
         ),
     ):
         engine.backward(model(torch.randn(3, 5, 4)).square().sum())

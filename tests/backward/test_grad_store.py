@@ -240,7 +240,7 @@ MISUSES: list[tuple[Callable[[sbp.GradStore, nn.Sequential], Any], str]] = [
     (lambda s, m: s.clip("1.0"), "max_norm must be a number above 0, got '1.0'"),
     (lambda s, m: s.clip(True), "max_norm must be a number above 0, got True"),
     (lambda s, m: s.backward(None), "outputs must be a tensor or a sequence of tensors, got NoneType"),
-    (lambda s, m: s.backward([_loss(m), 1.0]), "an output must be a tensor, got float"),
+    (lambda s, m: s.backward([_loss(m), 1.0]), "each output to differentiate must be a tensor, got float"),
     (lambda s, m: s.backward(_loss(m), 1.0), "gradients must be a tensor or a sequence of tensors, got float"),
     (lambda s, m: s.backward(m(torch.ones(1, 4))), r"an output of shape \(1, 3\) needs a gradient"),
     (lambda s, m: s.backward(m(torch.ones(1, 4)), torch.ones(3)), r"shape \(1, 3\) got a gradient of shape \(3,\)"),

@@ -174,7 +174,7 @@ def test_hooks_that_would_be_left_out_are_refused_by_name() -> None:
             (lambda: model.lm_head.weight.register_hook(lambda grad: grad), "lm_head.weight"),
         ):
             handle = register()
-            with pytest.raises(UnsupportedError, match=f"runs no backward hooks: remove that of '{name}'"):
+            with pytest.raises(UnsupportedError, match=f"runs no backward hooks: remove the hook of '{name}'"):
                 engine.backward(model(input_ids=ids, labels=ids).loss)
             handle.remove()
         engine.backward(model(input_ids=ids, labels=ids).loss)

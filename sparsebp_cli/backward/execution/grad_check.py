@@ -46,7 +46,7 @@ def pair_up(outputs: object, grads: object) -> list[tuple[Tensor, Tensor | None]
     pairs = list[tuple[Tensor, Tensor | None]]()
     for root, grad in zip(roots, given, strict=True):
         if not isinstance(root, Tensor):
-            raise UsageError(f"an output must be a tensor, got {type(root).__name__}")
+            raise UsageError(f"each output to differentiate must be a tensor, got {type(root).__name__}")
         if grad is None and root.numel() != 1:
             raise UsageError(
                 f"an output of shape {tuple(root.shape)} needs a gradient: only an output with one number needs none"

@@ -106,7 +106,7 @@ class GradStore:
         if not isinstance(other, GradStore):
             raise UsageError(f"only a GradStore can be merged, got {type(other).__name__}")
         if other is self:
-            raise UsageError("a store cannot be merged with itself: every gradient would double")
+            raise UsageError("a GradStore cannot be merged with itself: every gradient would double")
         keys = [(self._keys.resolve(key), entry) for key, entry in other._entries.items()]
         for key, entry in keys:  # check all before changing any
             if key in self._entries:

@@ -280,7 +280,7 @@ def test_reading_the_logits_gives_them_and_changes_nothing_else() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(output.loss.item())
-            assert ("read them in 1," in engine.notes["packing"]) == reads
+            assert ("read them in 1 of these," in engine.notes["packing"]) == reads
         found.append((losses, [p.detach().clone() for p in model.parameters()]))
     assert found[0][0] == found[1][0]
     assert all(map(torch.equal, found[0][1], found[1][1]))

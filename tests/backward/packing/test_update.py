@@ -151,7 +151,7 @@ def test_an_update_has_the_gradient_of_one_example_at_a_time(family: str) -> Non
         with attach(model) as engine:
             for given in (rows, shuffled(rows)):
                 assert error(expected, train(model, engine, split(given, 3, what))) < LIMIT, what
-        assert "rows not computed again, in 2 of 2 updates" in engine.notes["packing of updates"]
+        assert "token positions not computed again, in 2 of 2 updates" in engine.notes["packing of updates"]
 
 
 def test_padding_on_the_left_and_single_examples_change_nothing() -> None:
@@ -161,7 +161,7 @@ def test_padding_on_the_left_and_single_examples_change_nothing() -> None:
         expected = train(model, None, batches)
         with attach(model) as engine:
             assert error(expected, train(model, engine, batches)) < LIMIT, (size, pad)
-            assert "rows not computed again" in engine.notes["packing of updates"]
+            assert "token positions not computed again" in engine.notes["packing of updates"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
@@ -302,7 +302,7 @@ def test_a_forward_that_reads_more_than_was_said_computes_its_own(which: int) ->
         for batch in given:
             engine.backward(model(**batch, num_items_in_batch=items).loss)
         assert error(expected, take_gradients(model)) < LIMIT
-        assert "1 micro-batches read positions that were not announced" in engine.notes["packing of updates"]
+        assert "1 micro-batches read more positions than engine.expect got" in engine.notes["packing of updates"]
 
 
 def test_micro_batches_without_a_common_prefix_run_as_without_a_plan() -> None:
@@ -404,8 +404,8 @@ def test_the_plan_says_how_many_rows_are_held_at_a_time() -> None:
     # Of 4 prompts of 64 behind 18 common tokens, each in two micro-batches; the first 18 in eight.
     saved, held = 4 * 64 + 7 * 18, 18 + 64
     assert engine.notes["packing of updates"] == (
-        f"{saved} rows not computed again, in 1 of 1 updates whose micro-batches have prefixes in common; at most "
-        f"{held} shared rows held at a time"
+        f"{saved} token positions not computed again, in 1 of 1 updates whose micro-batches have prefixes in "
+        f"common; at most {held} held at a time"
     )
 
 

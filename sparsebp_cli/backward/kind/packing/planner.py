@@ -251,7 +251,7 @@ class PackingPlanner(PackedModel):
         needed = self._needed(real, real if balances or states else read, alone, begins, causal=causal)
         reason = refuse_bounds(inputs, begins, size, causal=causal)
         if self.mixers and (begins is not None or facts.has_gaps):
-            reason = "layers of this model mix neighbouring positions, across texts in a row and gaps in a text, too"
+            reason = "layers of this model mix neighbouring positions, even across packed texts and gaps in a text"
         if (self.mixers or balances) and has_weights(on_host):
             reason = "this model multiplies by the attention mask, which has values other than 0 and 1"
         if reason := reason or refuse_batch(self.model, facts, int(position[needed | alone].max())):

@@ -55,7 +55,7 @@ class TiledHead:
         """A sentence for the report; empty for nothing."""
         if not self.batches:
             return ""
-        again = f"; somebody read them in {self.read_again}, which computed them again" if self.read_again else ""
+        again = f"; the script read them in {self.read_again} of these, computed again" if self.read_again else ""
         return f"; the head ran in tiles in {self.batches} batches, without the logits of all rows{again}"
 
     def start(

@@ -281,7 +281,7 @@ class UpdatePlan:
         collected: Collected = {}
         hidden = run(layout, [rows_of(s) for s in chain], collected)
         if any(len(pairs) > 1 for pairs in collected.values()):
-            raise UnsupportedError("engine.expect does not support layers that call attention twice: do not use it")
+            raise UnsupportedError("engine.expect does not support layers that call attention twice: do not call it")
         keys = {module: pairs[0] for module, pairs in collected.items()}
         row_R = torch.from_numpy(np.flatnonzero(held.read)).to(device)
         return KeptRows(keys, layout.take(hidden, row_R, [hidden[:, :0]]) if len(row_R) else None)
@@ -360,10 +360,10 @@ class HeldRows:
             return "prefixes are shared only within each batch: pass the micro-batches of an update to engine.expect"
         if not self.shared:
             return f"the micro-batches of {self.updates} updates have no prefix in common"
-        alone = f"; {self.alone} micro-batches read positions that were not announced, and ran alone"
+        alone = f"; {self.alone} micro-batches read more positions than engine.expect got, and ran alone"
         return (
-            f"{self.saved:,} rows not computed again, in {self.shared} of {self.updates} updates whose micro-batches "
-            f"have prefixes in common; at most {self.most:,} shared rows held at a time{alone if self.alone else ''}"
+            f"{self.saved:,} token positions not computed again, in {self.shared} of {self.updates} updates whose "
+            f"micro-batches have prefixes in common; at most {self.most:,} held at a time{alone if self.alone else ''}"
         )
 
 

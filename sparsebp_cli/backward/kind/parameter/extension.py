@@ -130,7 +130,7 @@ class ParameterExtension(EngineExtension):
 
     def _describe_shared(self) -> str:
         shared = [p for p in self.parameters if p.aliases and p.name in self._trained]
-        return "".join(f"; {p.name} is {', '.join(p.aliases)} as well: its gradient needs both" for p in shared)
+        return "".join(f"; {p.name} is shared with {', '.join(p.aliases)}: its gradient needs both" for p in shared)
 
 
 class _DetachLeaf(NotCopyable):
