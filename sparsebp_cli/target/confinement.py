@@ -81,7 +81,7 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
         raise ValueError(f"{named} is not mounted: it contains settings or keys of a user")
     for socket in sockets:
         if PurePosixPath(socket).is_relative_to(path):
-            what = f"a container could control a program of the host through the socket {socket} in it"
+            what = f"a container could control a program of the host through the socket {socket}"
             raise ValueError(f"{named} is not mounted: {what}")
     if path.suffix in {".sock", ".socket"} or _is_special(path):
         raise ValueError(f"{named} is not mounted: it is a socket or a device")
@@ -108,7 +108,7 @@ def check_user(text: str) -> None:
             f"{NOBODY}"
         )
     if name := _user_name(user) or _group_name(group):
-        raise ValueError(f"{what}this id belongs to {name} on this machine; choose an unused id, such as {NOBODY}")
+        raise ValueError(f"{what}this user or group id belongs to {name} here; choose an unused id, such as {NOBODY}")
 
 
 def mount_query(mounts: Sequence[str]) -> str:

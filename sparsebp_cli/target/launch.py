@@ -240,7 +240,7 @@ def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:
             if (ready and not data) or (not ready and not alive):
                 process.wait()
                 said = [line for line in (*complete, rest) if line.strip() and not isinstance(_read_json(line), dict)]
-                return "", said[-1] if said else "it ended without any output"
+                return "", said[-1] if said else "no reason was printed"
 
 
 def _is_alive(pid: int, process: subprocess.Popen[bytes]) -> bool:

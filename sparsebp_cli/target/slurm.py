@@ -48,11 +48,11 @@ NO_ANSWER = re.compile(
 REASONS = {
     "BOOT_FAIL": "the node did not boot",
     "CANCELLED": "cancelled in Slurm",
-    "DEADLINE": "its deadline was reached",
-    "NODE_FAIL": "its node failed",
+    "DEADLINE": "the deadline of the job was reached",
+    "NODE_FAIL": "the node of the job failed",
     "OUT_OF_MEMORY": "killed because memory ran out: see target.memory",
     "PREEMPTED": "preempted",
-    "TIMEOUT": "its time limit was reached: see target.timeout_min",
+    "TIMEOUT": "the time limit of the job was reached: see target.timeout_min",
 }
 IDLE = (
     f"Slurm warned the job {MOST_RESTARTS + 1} times in a row before it wrote a new checkpoint, so it is not "

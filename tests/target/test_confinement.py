@@ -188,7 +188,7 @@ def test_the_submitting_user_and_a_number_that_nobody_has_are_accepted(monkeypat
 def test_a_group_that_has_an_ordinary_number_but_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     docker = grp.struct_group(("docker", "x", 54400, []))
     monkeypatch.setattr(grp, "getgrgid", lambda number: docker if number == 54400 else grp.struct_group())
-    with pytest.raises(ValidationError, match="this id belongs to docker on this machine"):
+    with pytest.raises(ValidationError, match="this user or group id belongs to docker here"):
         DockerOptions(user="54400:54400")
 
 

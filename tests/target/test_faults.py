@@ -272,7 +272,7 @@ UNKNOWN = {"err": "slurm_load_jobs error: Invalid job id specified", "code": 1}
         ({"out": "FAILED\n"}, {}, "7 2", Phase.OVER, 2, ""),
         ({"out": "FAILED\n"}, {}, "7 137", Phase.OVER, -9, ""),
         ({"out": "FAILED\n"}, {}, "6 0", Phase.OVER, None, "without a reason"),
-        ({"out": "NODE_FAIL\n"}, {}, "", Phase.OVER, None, "its node failed"),
+        ({"out": "NODE_FAIL\n"}, {}, "", Phase.OVER, None, "the node of the job failed"),
         ({"out": "TIMEOUT\n"}, {}, "", Phase.OVER, None, "time limit"),
         (UNKNOWN, {"err": "Slurm accounting storage is disabled", "code": 1}, "7 0", Phase.OVER, 0, ""),
         (UNKNOWN, {"err": "Slurm accounting storage is disabled", "code": 1}, "", Phase.OVER, None, "without a reason"),
