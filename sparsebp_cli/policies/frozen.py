@@ -48,10 +48,10 @@ class Frozen(ParameterSelector):
     )
 
     train: list[Pattern] | None = Field(
-        None, description="Parameters to train: globs over parameter or module names, or /regex/. null: all but freeze."
+        None, description="Parameters or modules to train: globs or /regex/. null: all that freeze does not match."
     )
     freeze: list[Pattern] | None = Field(
-        None, description="Parameters to freeze: globs over parameter or module names, or /regex/. null: all but train."
+        None, description="Parameters or modules to freeze: globs or /regex/. null: all that train does not match."
     )
     turn: Literal["layers"] | None = Field(
         None,

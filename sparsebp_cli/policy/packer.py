@@ -63,9 +63,9 @@ class BatchPacker(Policy):
     )
     prefixes: Literal["share", "update", "separate"] = Field(
         "share",
-        description="share: compute a prefix that several examples of a batch have in common once. update: compute "
+        description="share: compute once a prefix that several examples of a batch have in common. update: compute "
         "it once for all micro-batches of an optimizer step (your own loop must call engine.expect). separate: "
-        "compute it again for each example.",
+        "compute the prefix in each example.",
     )
     verify: Literal["never", "first", "always"] = Field(
         "first",

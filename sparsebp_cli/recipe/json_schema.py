@@ -48,7 +48,7 @@ def recipe_schema(
     base = {
         "type": "string",
         "minLength": 1,
-        "description": "A recipe that supplies missing keys, relative to this one.",
+        "description": "Path of a recipe, relative to this file, that supplies the keys which this file lacks.",
     }
 
     required = [key for key in schema.pop("required") if key != "name"]  # the default is the file's name

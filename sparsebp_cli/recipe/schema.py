@@ -243,8 +243,8 @@ class DatasetSection(Section):
     eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.1,
         description="If eval_split is null: fraction of the training split that is used for validation. SparseBP draws "
-        "rows by a hash of their text or prompt, so equal rows stay together. Of text without columns.group, it "
-        "takes the last blocks.",
+        "rows by a hash of their text or prompt, so equal rows stay together. For format text without "
+        "columns.group, SparseBP uses the last blocks.",
     )
     test_split: str | None = Field(
         None, description="Split of test data. A run evaluates it once, after the last step. null: none."
@@ -581,7 +581,7 @@ class MeasureSection(Section):
     fidelity_draws: PositiveInt = Field(
         1,
         description="Number of gradients of a random policy that each comparison with the dense gradient averages. "
-        "From 2 on, it also measures bias and variance.",
+        "From 2 on, the comparison also measures bias and variance.",
     )
     metric: str | None = Field(
         None,
