@@ -37,10 +37,10 @@ class FaultKind:
 
 MOST = 0.5  # fraction of the rows; above it, training uses other text than the user intends
 TOKEN_BORDER = (
-    "end the prompts, or the template's generation prompt, at the end of a token, such as after one line break"
+    "end the prompts, or the chat template's generation prompt, at the end of a token, such as after one line break"
 )
 NO_BLANK = (
-    "remove the blank at the end of the prompt (or of the template's generation prompt); begin the answer with it"
+    "move the blank at the end of the prompt (or of the chat template's generation prompt) to the answer's beginning"
 )
 KINDS = {
     "prompt": FaultKind(
@@ -50,8 +50,8 @@ KINDS = {
     "end": FaultKind(
         "trained turns do not end with an end token (first: {first}, which ends in {shown!r}), so a model does not "
         "learn to stop",
-        "let the template write a special token such as eos_token after each message of the assistant, inside {{% "
-        "generation %}} if the template has it",
+        "let the chat template write a special token such as eos_token after each message of the assistant, inside "
+        "{{% generation %}} if the template uses this tag",
     ),
     "no_end": FaultKind(
         "completions do not end with an end token (first: {first})",
@@ -60,11 +60,11 @@ KINDS = {
     ),
     "doubled": FaultKind(
         "rows begin or end with {shown} twice (first: {first})",
-        "remove it from the data: the tokenizer or the template adds it",
+        "remove this token from the data: the tokenizer or the chat template adds it",
     ),
     "control": FaultKind(
         "rows have control tokens in their own messages, such as {shown} (first: {first})",
-        "remove them: the template writes the control tokens that it needs",
+        "remove them: the chat template writes the control tokens that it needs",
     ),
     # If no template adds control tokens, they may be intended: a template may have written the data.
     "control_in_text": FaultKind(
@@ -74,15 +74,15 @@ KINDS = {
     ),
     "lost": FaultKind(
         "rows have trained text that the chat template does not write, in {shown} (first: {first})",
-        "give dataset.chat_template a template that writes it, or remove it from the data",
+        "give dataset.chat_template a template that writes this text, or remove the text from the data",
     ),
     "escaped": FaultKind(
         "rows have text that the chat template escapes or writes in Python syntax, in {shown} (first: {first})",
-        "give content as text, and use a template that writes text unchanged and objects with tojson",
+        "give content as text, and use a chat template that writes text unchanged and objects with tojson",
     ),
     "unread": FaultKind(
         "rows have parts that the chat template does not write, in {shown} (first: {first})",
-        "check whether the model should read them",
+        "check whether the model should read these parts",
         where_most="warning",
     ),
     "null": FaultKind(

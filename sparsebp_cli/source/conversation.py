@@ -293,7 +293,7 @@ def read_template(template: str, folders: Sequence[Path] = ()) -> str:
     places = [folder / template for folder in folders] or [Path(template)]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        raise DataError(f"no template file {template} in {', '.join(str(place.parent) for place in places)}")
+        raise DataError(f"no chat template file {template} in {', '.join(str(place.parent) for place in places)}")
     try:
         text = read_bounded(file, LARGEST_SMALL).decode()
     except (OSError, ValueError) as error:

@@ -126,10 +126,7 @@ class _PrefixWriter(_Writer):
         if prefix.error:
             raise self._inconsistent(number, f"it fails for the first {some} without the rest ({prefix.error})")
         if not text.startswith(prefix.text):
-            raise self._inconsistent(
-                number,
-                f"its text for the first {some} is not the beginning of its text for the whole conversation",
-            )
+            raise self._inconsistent(number, f"its whole text does not begin with its text for the first {some}")
         return len(prefix.text)
 
     def _inconsistent(self, number: int, reason: str) -> DataError:

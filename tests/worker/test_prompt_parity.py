@@ -46,7 +46,7 @@ def test_a_generation_prompt_that_ends_in_a_blank_is_refused_with_the_cure(tmp_p
     template = fill("folder/chat.jinja").replace("':\\n'", "': '").replace("'assistant:\\n'", "'assistant: '")
     with pytest.raises(DataError, match=r"4 of 4 prompts become other tokens in generation than in training"):
         _chats(tmp_path, template, train_on=train_on)
-    with pytest.raises(DataError, match=r"which ends in '.*assistant: '\): remove the blank at the end"):
+    with pytest.raises(DataError, match=r"which ends in '.*assistant: '\): move the blank at the end"):
         _chats(tmp_path, template, train_on=train_on)
 
 

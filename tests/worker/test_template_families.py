@@ -167,9 +167,7 @@ def test_prompts_of_texts_are_asked_in_the_tokens_of_training_or_refused(kind: s
         found = encode(rows, section, tokenizer)
         if unlike > len(texts) / 2:
             refused.append(border)
-            with pytest.raises(
-                DataError, match=rf"{unlike} of 6 prompts become other tokens .*remove the blank at the"
-            ):
+            with pytest.raises(DataError, match=rf"{unlike} of 6 prompts become other tokens .*move the blank at the"):
                 check_texts(rows, found, section, tokenizer)
         else:
             counted = check_texts(rows, found, section, tokenizer)["faults"]
