@@ -117,7 +117,7 @@ class ChangedError(UsageError):
             return
         shown = ", ".join(map(str, changes))
         options = " ".join(f"--allow-change {change[0]}" for change in changes)
-        super().__init__(f"changed since {where}: {shown}; `sparsebp resume {run_id} {options}` goes on with it")
+        super().__init__(f"changed since {where}: {shown}; `sparsebp resume {run_id} {options}` accepts this")
 
 
 class RunNotFoundError(SparseBPError):
@@ -233,7 +233,7 @@ _SYSTEM = {
     errno.ENOSPC: "the disk is full: make room (`sparsebp prune` deletes checkpoints of finished runs), then repeat "
     "the command",
     errno.EDQUOT: "your quota is used up: make room (`sparsebp prune` deletes checkpoints), then repeat the command",
-    errno.EROFS: "it is on a read-only file system: set SPARSEBP_HOME to a folder that can be written",
+    errno.EROFS: "the file system is read-only: set SPARSEBP_HOME to a folder that can be written",
     errno.EACCES: "you may not write or read there: set SPARSEBP_HOME, or the path, to a folder of yours",
     errno.EPERM: "you may not do this there: set SPARSEBP_HOME, or the path, to a folder of yours",
     errno.EFBIG: "the file would exceed the limit of this shell: raise `ulimit -f`",

@@ -165,7 +165,7 @@ def describe_error(error: Exception) -> Problem:
         return Problem(
             type="Interrupted",
             exit_code=CHECK_FAILED,
-            text="the question of the command was not confirmed",
+            text="the command asked a question, and the answer was no or missing: nothing was done",
         )
     return Problem(type="Crash", exit_code=SparseBPError.exit_code, text=crash.describe(error))
 

@@ -75,7 +75,7 @@ def _make_members(folders: Sequence[RunFolder], study: str, command: str, thinne
         history = History.load(folder.path)
         environments[folder.run_id] = history.environments
         if problem := history.describe_unreadable():
-            warn(f"{folder.run_id}: {problem} by every reader")
+            warn(f"{folder.run_id}: {problem} by every command")
         for name, content in list_members(folder):
             is_thin = folder.run_id in thinned and name.endswith(f"/{FILE}")
             yield name, find_studies("--thin").thin_journal(content) if is_thin else content

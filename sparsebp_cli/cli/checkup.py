@@ -136,7 +136,7 @@ def check_store() -> CheckResult:
             place = urlsplit(uri)
             socket.create_connection((place.hostname or "localhost", place.port or 5432), TIMEOUT_SECONDS).close()
     except (OSError, sqlite3.Error, ValueError) as error:
-        hint = "runs continue without it; later, `sparsebp sync --all` sends their numbers"
+        hint = "runs continue without MLflow; later, `sparsebp sync --all` sends their numbers"
         return CheckResult("warn", "tracking", f"{mask(uri)} does not answer: {error}", hint)
     return CheckResult("ok", "tracking", mask(uri))
 

@@ -152,7 +152,7 @@ def _proof(history: History) -> str:
         parts.append(
             f"{show_share(executed)} of the work that the policy decides on was executed, {show_share(claimed)} claimed"
         )
-        parts += ["the claim was not kept"] if _is_broken(history) else []
+        parts += ["the policy skipped less than it claimed"] if _is_broken(history) else []
     moved, share = history.last(metric.MOVED_TENSORS.name), history.last(metric.MOVED_SHARE.name)
     if moved is not None and share is not None:
         parts.append(f"a step changed {moved:.0f} parameters, {show_share(share)} of all entries")

@@ -132,7 +132,7 @@ def _print_checked(found: CheckedRecipe) -> None:
     what = f"model {found.model}, data {found.dataset}, policy {found.policy}, {steps}"
     print_line(f"ok {found.file}: {found.name}: {what}")
     for text in found.unknown:
-        print_line(f"   not known from here: {text}")
+        print_line(f"   not checked here: {text}")
     for line in found.notes:
         print_line(f"   {line}")
 
@@ -197,7 +197,7 @@ def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
     from sparsebp_cli.source import inspect_sources
 
     if not has_own_worker(placed.recipe):
-        return ["model and data: not checked, because the recipe sets another target.worker, which reads them"]
+        return ["model and data: the recipe sets another target.worker, which reads them"]
     is_here = placed.recipe.target.kind == HERE
     problems = list(inspect_sources(placed.recipe, list(dict.fromkeys(folders)), is_here=is_here))
     if wrong := [FieldError(found.location, found.text) for found in problems if found.kind == "wrong"]:

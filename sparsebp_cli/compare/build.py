@@ -142,7 +142,7 @@ class _Builder:
         if not run.repeats:
             return None
         # If the newest run of a seed counted, it could be chosen by its result. See decision 10.
-        return Exclusion("repeats", f"repeats seed {run.seed}; the first run of a seed counts: {run.repeats}")
+        return Exclusion("repeats", f"repeats seed {run.seed} of run {run.repeats}; the first run of a seed counts")
 
     def _difference(self, group: str, other: str) -> Difference | None:
         if have_other_examples(self.counted[group], self.counted[other]):

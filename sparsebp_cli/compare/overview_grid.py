@@ -214,7 +214,7 @@ def _quality(comparison: Comparison) -> Grid:
     if corrected:
         note += f" {_describe_families(comparison)}"
     if comparison.metric == comparison.course and comparison.metric.startswith("eval/"):
-        note += " If this split also made choices, they look better on it than they are."
+        note += " If values were chosen on this split, too, results on it look better than they are."
     bold = find_gains(comparison, comparison.groups, "quality", 3)
     return Grid(title, columns, tuple(rows), note, aside=2, bold=bold)
 

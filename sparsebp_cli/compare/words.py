@@ -68,7 +68,7 @@ def _level(statement: Statement, inside: str) -> str:  # noqa: PLR0911 - one sen
             return f"exact: what differs is rounding ({size})"
         case "fault":
             how = f" ({_count(number)})" if few else inside
-            return f"declared exact, but {size}{how} is far more than rounding: an error"
+            return f"declared exact, but {size}{how} is far more than rounding: an error in the policy or in SparseBP"
         case "identical":
             return f"{name} is identical on all {number.count} seeds"
         case "equal within the margin":

@@ -82,7 +82,7 @@ def _read_index(items: Sequence[Node], parts: Sequence[str], depth: int, place: 
         allowed = f"an index in [0, {last}]" if last >= 0 else "none, because the list is empty"
         raise place.error(f"{count}: got index {shorten(part)}, allowed: {allowed}")
     better = ".".join([here, "0", *parts[depth:]])
-    raise place.error(f"{count}: write the index of an item after it; did you mean {shorten(better)}?")
+    raise place.error(f"{count}: write an index after {here}; did you mean {shorten(better)}?")
 
 
 MOST_SEEDS = 1000

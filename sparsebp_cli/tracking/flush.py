@@ -316,7 +316,7 @@ def delete_record(run: RunFolder) -> str:
         return str(error)
     if not kept.mlflow_run_id:
         return ""
-    elsewhere = f"its record is in {kept.uri}, but the run's store is now {mask(uri)}" if kept.uri != mask(uri) else ""
+    elsewhere = f"the record is in {kept.uri}, but the run's store is now {mask(uri)}" if kept.uri != mask(uri) else ""
     try:
         client = open_client(uri)
         with sqlite_lock(uri):

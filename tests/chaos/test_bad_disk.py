@@ -29,7 +29,7 @@ SHORT: dict[str, Any] = {
     "checkpoint": {"every": 2},
 }
 CALLS = ("fsync", "write", "rename")
-ERRORS = {"EIO": "the disk reports a fault", "EROFS": "read-only file system", "ENOSPC": "the disk is full"}
+ERRORS = {"EIO": "the disk reports a fault", "EROFS": "the file system is read-only", "ENOSPC": "the disk is full"}
 
 
 def break_disk(pid: int, call: str, error: str, when: str) -> subprocess.Popen[bytes]:

@@ -308,7 +308,7 @@ def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) ->
     first, *unknown = done.stdout.splitlines()
     assert first == f"ok {good}: good: model none, data none, {policy}, 30 steps, 5 runs"
     assert [line.partition("; searched")[0] for line in unknown] == [
-        f"   not known from here: {key}: none is not on this machine; the hub may have it"
+        f"   not checked here: {key}: none is not on this machine; the hub may have it"
         for key in ("model.name", "dataset.name")
     ]
     assert done.stderr.startswith(f"error: {bad}:8:1: extra: ")

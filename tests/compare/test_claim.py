@@ -242,7 +242,7 @@ def test_one_seed_of_an_exact_policy_that_differs_by_much_is_a_fault(make_run: M
         ).verdict
 
     assert verdict(1.5).startswith(
-        "declared exact, but +0.5 in eval/loss (one seed) is far more than rounding: an error"
+        "declared exact, but +0.5 in eval/loss (one seed) is far more than rounding: an error in the policy or in "
     )
     assert verdict(1.000001).startswith("exact: what differs is rounding (+1e-06 in eval/loss); ")
 

@@ -61,11 +61,11 @@ def test_changes_are_made_in_order_over_the_base(read: Read) -> None:
         ("training.max_steps=x", "training.max_steps: must be a whole number, got 'x' (text)"),
         ("policy.0.keep=1.5", "policy.0.keep: must be in (0, 1], got 1.5"),
         ("policy=tokp", f"policy.0.name: unknown policy 'tokp'; installed: {INSTALLED}; did you mean topk?"),
-        ("policy.keep=1", "policy is a list of 1: write the index of an item after it; did you mean policy.0.keep?"),
+        ("policy.keep=1", "policy is a list of 1: write an index after policy; did you mean policy.0.keep?"),
         ("policy.5.keep=1", "policy is a list of 1: got index 5, allowed: an index in [0, 1]"),
         (
             "policy.-1.keep=1",
-            "policy is a list of 1: write the index of an item after it; did you mean policy.0.-1.keep?",
+            "policy is a list of 1: write an index after policy; did you mean policy.0.-1.keep?",
         ),
         ("~policy.1", "policy is a list of 1: got index 1, allowed: an index in [0, 0]"),
         (

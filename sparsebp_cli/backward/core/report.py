@@ -342,7 +342,7 @@ class Report:
             yield (
                 "whole backward",
                 f"{self.whole_share:.1%} of its FLOPs remain, as estimated; "
-                f"sites have {self.whole.sites_share:.1%} of the dense ones",
+                f"{self.whole.sites_share:.1%} of the dense FLOPs are at sites",
             )
         elif self.short is not None:
             yield "whole backward", f"{self.short.whole_share:.1%} of its FLOPs remain, as estimated"

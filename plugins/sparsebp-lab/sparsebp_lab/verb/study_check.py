@@ -37,7 +37,7 @@ def describe(found: CheckedStudy) -> Iterator[str]:
         f"ok {found.file}{' --scaled' * found.is_scaled}: {found.study}: {', '.join(found.arms)}; model {found.model}, "
         f"data {found.dataset}, {found.max_steps} steps, seeds {', '.join(map(str, found.seeds))}"
     )
-    yield from (f"   not known from here: {text}" for text in found.unknown)
+    yield from (f"   not checked here: {text}" for text in found.unknown)
 
 
 def make_plans(file: Path) -> list[Plan]:
