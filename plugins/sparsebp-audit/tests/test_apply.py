@@ -262,7 +262,7 @@ def test_a_forgotten_parameter_is_switched_off_until_an_optimizer_gets_it() -> N
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"clip": True}, "gradient clipping"), ({"late": True}, "they are in an optimizer that has not stepped yet")],
+    [({"clip": True}, "gradient clipping"), ({"late": True}, "an optimizer that has not stepped yet holds some")],
 )
 def test_a_gradient_that_may_be_read_stays_on(options: dict[str, bool], why: str) -> None:
     model, application, _ = _watch(**options)

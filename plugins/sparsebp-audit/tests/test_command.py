@@ -70,7 +70,7 @@ def test_a_script_that_crashes_is_told_as_far_as_it_came_with_its_exit_code(scri
     [
         ("os.fork() or os._exit(0); os.wait(); os._exit(5)", 5, "watched 2 steps with 2 backward passes"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, "watched 2 steps with 2 backward passes"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended with 137 after 2 of 3 steps"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended with exit code 137 after 2 of 3 steps"),
     ],
 )
 def test_a_script_that_ends_without_a_word_is_told_as_far_as_it_came(
@@ -138,7 +138,7 @@ def test_commands_that_train_nothing_get_one_clear_line(run_audit: Audit) -> Non
     done = run_audit("--", sys.executable, "-I", "-c", "import torch; print(torch.ones(1).sum())")
     assert (done.returncode, "-I, -E and -S disable the audit" in done.stderr) == (2, True)
     done = run_audit("--", sys.executable, "-c", "raise SystemExit(3)")
-    assert (done.returncode, "ended with 3 before it could be watched" in done.stderr) == (3, True)
+    assert (done.returncode, "ended with exit code 3 before it could be watched" in done.stderr) == (3, True)
 
 
 def test_a_launcher_with_two_processes_gives_the_report_of_the_first_rank(tmp_path: Path, run_audit: Audit) -> None:

@@ -186,7 +186,7 @@ FOUND = dict.fromkeys(NUMBERS, 0.5) | {
         (PLAIN, LOSSLESS_ADVICE, 0, "written: {}; as it was: {}.orig"),
         (PLAIN, "", 1, "not written: lossless would save less than 100.0% of a step"),
         (PLAIN * 2, LOSSLESS_ADVICE, 1, "not written: script.py makes 2 trainers, in lines 3, 7: write by hand"),
-        (PLAIN, LOSSLESS_ADVICE, 7, "not written: the command ended with 7"),
+        (PLAIN, LOSSLESS_ADVICE, 7, "not written: the command ended with exit code 7"),
         ("", LOSSLESS_ADVICE, 1, "not written: the command ran no Python file"),
     ],
 )

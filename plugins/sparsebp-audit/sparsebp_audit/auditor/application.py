@@ -201,7 +201,7 @@ class Application:
         used = [name for name in free if by_name[name].bit & measured]
         why = "gradient clipping, or something else that takes a norm, reads them" if used else ""
         if len(free) < len(names):
-            why = "they are in an optimizer that has not stepped yet"
+            why = "an optimizer that has not stepped yet holds some of their parameters"
         return [name for name in free if name not in used], why
 
     def _watch_groups(self, add: Callable[..., None]) -> Callable[..., None]:

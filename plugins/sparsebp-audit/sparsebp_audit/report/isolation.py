@@ -81,15 +81,15 @@ class BatchJudgement:
         if self.verdict == "unjudged":
             return [f"{self.model}: not judged: {self.reason}"]
         if self.verdict == "alone":
-            return [f"{size}: each as if alone (outputs to {self.difference:.0e}, gradient to {self.leak:.0e})"]
+            return [f"{size}: each as if alone (outputs within {self.difference:.0e}, gradient within {self.leak:.0e})"]
         if self.verdict == "purpose":
-            return [f"{size}: mixed on purpose by {self.reason} (outputs by {self.difference:.1e})"]
+            return [f"{size}: mixed on purpose by {self.reason} (outputs differ by {self.difference:.1e})"]
         worst = f"outputs of {self._named()} differ from those alone by up to {self.difference:.1%}"
         found = [f"{size}: NOT as if alone: {worst}"]
         if self.pairs:
             read = ", ".join(f"{pair.target + 1} reads {pair.source + 1} ({pair.share:.1%})" for pair in self.pairs[:6])
             more = f" and {len(self.pairs) - 6} more" if len(self.pairs) > 6 else ""
-            found.append(f"pairs: {read}{more}, by the gradient for their embeddings")
+            found.append(f"pairs of examples: {read}{more}, by the gradient for embeddings")
         else:
             found.append("no example reads another, but the model computes an example alone differently")
         if self.module:
@@ -97,7 +97,7 @@ class BatchJudgement:
         if self.cause:
             found.append(f"by: {self.cause}")
         if self.mend:
-            found.append(f"to do: {self.mend}{' (tried on this batch: mends it)' if self.is_mend_tried else ''}")
+            found.append(f"to do: {self.mend}{' (tried on this batch: it works)' if self.is_mend_tried else ''}")
         return found
 
     def _named(self) -> str:
@@ -153,12 +153,12 @@ class IsolationReport:
         if counts["mixed"]:
             return f"examples are mixed in {counts['mixed']} of {total} batch{'es' * (total != 1)}"
         if self.is_mixed:
-            return "the loss does not treat examples as it would alone"
+            return "the loss treats examples differently in a batch than alone"
         judged = counts["alone"] + counts["purpose"]
         if not judged:
             return "examples were not judged"
         rest = f"; {total - judged} not judged" if judged < total else ""
-        aim = f", but for what is mixed on purpose in {counts['purpose']}" if counts["purpose"] else ""
+        aim = f" ({counts['purpose']} mixed on purpose)" if counts["purpose"] else ""
         told = f"in {judged} of {total} batches{aim}{rest}"
         if self.losses:
             return f"each example's outputs are those of the example alone, {told}; the loss reads several examples"

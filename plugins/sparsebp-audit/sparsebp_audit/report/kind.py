@@ -15,7 +15,7 @@ class FindingKind:
 
 
 BY_LOSSLESS = ("ignored-logits", "padding", "zero-rows", "shared-prefix")  # the policy of that name leaves them out
-LOSSLESS_REFUSED = "the policy lossless does not go with this training: "  # beginning of a report's note
+LOSSLESS_REFUSED = "the policy lossless does not support this training: "  # beginning of a report's note
 LOSSLESS_ADVICE = "; the policy lossless does this for you: `sparsebp audit --apply` tries it, `--write` keeps it"
 
 KINDS: dict[str, FindingKind] = {

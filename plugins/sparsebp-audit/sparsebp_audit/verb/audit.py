@@ -163,7 +163,7 @@ def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:
 
     objection = find_objection(audited.report) if audited.report is not None else audited.why_no_report
     if audited.exit_code:
-        objection = f"the command ended with {audited.exit_code}"
+        objection = f"the command ended with exit code {audited.exit_code}"
     try:
         if objection:
             raise UnsupportedError(objection)

@@ -96,11 +96,11 @@ def _why_no_report(found: Path, command: list[str], code: int, steps: int) -> st
     name = Path(command[0]).name
     seen = max((int(file.read_text(encoding="utf-8")) for file in found.glob("steps-*")), default=0)
     if seen:
-        return f"{name} ended with {code} after {seen} of {steps} steps, before it could write its report"
+        return f"{name} ended with exit code {code} after {seen} of {steps} steps, before it could write its report"
     if any(found.glob("idle-*")):
         return f"the audit saw no backward pass of {name}: there is nothing to audit"
     nothing = "ran no Python that the audit could watch (python -I, -E and -S disable the audit)"
     if any(found.glob("python-*")):
         nothing = "ran no Python that imports torch"
-    ended = f"ended with {code} before it could be watched" if code else nothing
+    ended = f"ended with exit code {code} before it could be watched" if code else nothing
     return f"{name} {ended}: there is nothing to audit"
