@@ -58,7 +58,7 @@ def test_an_answer_and_each_run_of_it_hold_how_far_the_ledger_went(file: Path) -
     told = found.to_facts()["ledger"]
     assert isinstance(told, dict)
     assert (told["asked"], told["lines"], told["digest"]) == (1, len(lines), lines[-1]["digest"])
-    assert f"its {len(lines)} lines end with digest {lines[-1]['digest']}" in found.lines()
+    assert f"the ledger has {len(lines)} lines, and ends with digest {lines[-1]['digest']}" in found.lines()
     marks = [json.loads(run.plan_file.read_text())["provenance"]["ledger"] for run in list_runs()]
     assert len(marks) == found.question.spent["runs"] == 6
     assert all(lines[mark["lines"] - 1]["digest"] == mark["digest"] for mark in marks)

@@ -87,7 +87,7 @@ def test_a_run_that_fails_or_says_nothing_of_the_metric_is_no_result(repository:
     trial = dead.make_trial("candidate", 1)
     dead.train([trial], rest)
     (line,) = dead.find_unfinished([trial])
-    assert line == f"the run of the candidate (seed 1) ended with 3: see {trial.folder / 'output.log'}"
+    assert line == f"the run of the candidate (seed 1) ended with exit code 3: see {trial.folder / 'output.log'}"
     assert not dead.is_done(trial)
     other = make_arms("better", "val_los:lower")
     trial = other.make_trial("candidate", 1)

@@ -62,7 +62,7 @@ def test_candidates_of_one_baseline_share_its_screen(file: Path) -> None:
     assert (first.outcome, second.outcome) == ("not shown", "not shown")
     assert second.question.spent["runs"] == 1  # the candidate's alone
     assert second.question.place is None
-    assert "dropped by the screen" in second.reason
+    assert "dropped in the screening" in second.reason
     assert second.exit_code == 11
 
 

@@ -70,7 +70,7 @@ WRONG = [
     ("budget:", "search: {trials: 5}\nbudget:", "search: trials needs 'kind: tpe' or 'kind: random'"),
     ("budget:", "search: {kind: cma}\nbudget:", "search.kind: got 'cma', allowed: 'grid'"),
     ("[5e-4, 1e-3]", "{from: 1e-4, to: 1e-2}", "learning_rate: grid needs a list of values"),
-    ("[5e-4, 1e-3]", f"{{from: 1e-2, to: 1e-4}}\n{SEARCH}", "rate.to: must be above from, 0.01, got 0.0001"),
+    ("[5e-4, 1e-3]", f"{{from: 1e-2, to: 1e-4}}\n{SEARCH}", "rate.to: must be above the key from (0.01), got 0.0001"),
     ("[5e-4, 1e-3]", f"{{from: 0.0, to: 1, by: log}}\n{SEARCH}", "rate.from: must be above 0 with by: log, got 0"),
     ("budget:", "controls: none\ncontrols: auto\nbudget:", "duplicate key, first on line 10"),
     ("version: 1", "version: 2", "1:10: version: got 2, allowed: 1"),

@@ -129,7 +129,7 @@ def test_a_trial_that_was_changed_is_named(cli: Cli, archived: Path) -> None:
     assert done.returncode == 1
     assert "fault: tune topk learning_rate=0.0005 seed 0: the event log of run " in done.stdout
     assert "dense: 20 steps, learning_rate=0.001, as chosen" not in done.stdout  # one arm's edge extends all
-    assert "; reported with 40 steps, learning_rate=0.001" in done.stdout
+    assert "; the study reported 40 steps, learning_rate=0.001" in done.stdout
 
 
 def test_a_trial_that_is_left_out_is_named(cli: Cli, archived: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_trial_that_is_left_out_is_named(cli: Cli, archived: Path) -> None:
     done = cli("study", "study.yaml", "--from", archived)
     assert done.returncode == 1
     assert "fault: tune dense learning_rate=0.0005 seed 0: run " in done.stdout
-    assert "dense: no choice follows from these trials; reported with 20 steps, learning_rate=0.001" in done.stdout
+    assert "dense: no choice follows from these trials; the study reported 20 steps, learning_rate=0.001" in done.stdout
 
 
 def test_another_price_of_a_step_is_another_number_of_steps(cli: Cli, archived: Path) -> None:
@@ -157,7 +157,7 @@ def test_another_price_of_a_step_is_another_number_of_steps(cli: Cli, archived: 
     change(archived, edit)
     done = cli("study", "study.yaml", "--from", archived)
     assert done.returncode == 1
-    assert "topk: no choice follows from these trials; reported with 40 steps, learning_rate=0.001" in done.stdout
+    assert "topk: no choice follows from these trials; the study reported 40 steps, learning_rate=0.001" in done.stdout
     assert "fault: rehearse topk seed 0: the event log of run " in done.stdout
 
 

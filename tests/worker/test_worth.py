@@ -182,7 +182,7 @@ def test_every_installed_policy_is_measured_or_named_with_a_reason(tiny_recipe: 
     names = {one.name.split()[0] for one in candidates} | {one["name"] for one in left_out}
     assert names == set(find_policies())
     reasons = {one["name"]: one["why"] for one in left_out}
-    assert reasons["grades"] == "needs threshold: name it in the recipe's policy"
+    assert reasons["grades"] == "needs threshold: write this policy with its options into the recipe"
     assert "needs a reference model" in reasons["rho"]
 
 

@@ -198,18 +198,18 @@ class JudgeAnswer:
         found.append(f"looks: {', '.join(counts) or 'none'}; spent {spent}")
         seconds = self.book.find_seconds(one)
         if self.proposal.equal == "command" and seconds:
-            each = " and ".join(f"{mean:.4g} s of the {side}" for side, mean in seconds.items())
-            found.append(f"a run took {each}: judge did not make their costs equal")
+            each = " and ".join(f"{mean:.4g} s for the {side}" for side, mean in seconds.items())
+            found.append(f"a run took {each}: judge did not make these costs equal")
         found += self._describe_claims()
         if one.outcome == "better":
             shown = "not measured: no budget left" if self.gain is None else self.gain.describe()
             found.append(f"gain on fresh seeds: {shown}")
         place = f"place {one.place}, level {find_level(one.place):.3g}" if one.place is not None else "no place taken"
         found.append(
-            f"ledger: question {one.digest}, {place}; {self.book.num_kept} of {len(self.book.questions)} kept, with a "
-            f"chance of {LEVEL:.0%} at most that any is false"
+            f"ledger: question {one.digest}, {place}; {self.book.num_kept} of {len(self.book.questions)} candidates "
+            f"were called better; the chance that any of these answers is false is at most {LEVEL:.0%}"
         )
-        found.append(f"its {self.book.mark.lines} lines end with digest {self.book.mark.digest}")
+        found.append(f"the ledger has {self.book.mark.lines} lines, and ends with digest {self.book.mark.digest}")
         return found
 
     def _describe_claims(self) -> list[str]:
@@ -223,7 +223,7 @@ class JudgeAnswer:
         else:
             rare = f"none of {len(self.question.gains('pairs'))} did, so at most {ruin['most_ruined']:.1%} of seeds do"
         return [
-            f"better in the mean, where a seed loses at most {mean['worst']:.4g}: {says[bool(mean['shown'])]}",
+            f"better in the mean, if no seed loses more than {mean['worst']:.4g}: {says[bool(mean['shown'])]}",
             f"better in most seeds: {says[bool(most['shown'])]}, evidence {most['evidence']:.4g}",
             f"no seed loses more than {mean['worst']:.4g}: {rare}",
         ]

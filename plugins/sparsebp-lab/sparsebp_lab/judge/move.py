@@ -85,7 +85,7 @@ def find_screen_move(gains: Sequence[float], aim: Aim) -> Move:
         case "pass":
             return Stake()
     mean = math.fsum(gains) / count
-    return Decide("not shown", f"dropped by the screen after {count} runs with a mean gain of {mean:.4g}")
+    return Decide("not shown", f"dropped in the screening, after {count} runs with a mean gain of {mean:.4g}")
 
 
 def find_pair_move(gains: Sequence[float], aim: Aim, bar: MoveBar) -> Move:
@@ -95,7 +95,9 @@ def find_pair_move(gains: Sequence[float], aim: Aim, bar: MoveBar) -> Move:
     if found >= bar.needed:
         return Decide("better", f"evidence {math.exp(found):.4g}, needed {math.exp(bar.needed):.4g}")
     if against >= AGAINST:
-        return Decide("worse", f"evidence {math.exp(against):.4g} that it is worse, needed {math.exp(AGAINST):.4g}")
+        return Decide(
+            "worse", f"evidence {math.exp(against):.4g} that the candidate is worse, needed {math.exp(AGAINST):.4g}"
+        )
     if aim.margin is not None:
         if all(log_evidence(some, aim, bar, aim.margin) >= AGAINST for some in (gains, losses)):
             return Decide("equal within the margin", f"not better and not worse by more than {aim.margin:g}")

@@ -156,7 +156,7 @@ class ScriptArms:
         seconds = time.monotonic() - began
         metrics = run.finish(failed=code != 0)
         if code != 0:
-            ended = "was stopped" if self._is_stopping else f"ended with {code}"
+            ended = "was stopped" if self._is_stopping else f"ended with exit code {code}"
             self._problems[trial.run_id] = f"{ended}: see {trial.folder / 'output.log'}"
             return
         # Store all metrics, because another question may use another one of the same run. A value whose square
@@ -171,7 +171,7 @@ class ScriptArms:
         name = self.proposal.metric.name
         if name not in metrics:
             wrote = f"wrote {', '.join(sorted(metrics)[:10])}" if metrics else "wrote nothing into its MLflow run"
-            hint = did_you_mean(name, metrics) if metrics else "; `mlflow.start_run()` finds it by MLFLOW_RUN_ID"
+            hint = did_you_mean(name, metrics) if metrics else "; `mlflow.start_run()` finds this run by MLFLOW_RUN_ID"
             self._problems[trial.run_id] = f"{wrote}, and no metric {name}{hint}"
 
     def _wait(self, trial: ScriptTrial, folder: Path, environment: Mapping[str, str], pause: Callable[[], None]) -> int:

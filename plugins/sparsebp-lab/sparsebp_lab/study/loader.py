@@ -267,7 +267,7 @@ def _find_wrong_range(location: Location, values: RangeSection, study: Study) ->
             location, f"{study.search.kind} needs a list of values; search: {{kind: tpe, trials: 12}} takes a range"
         )
     if values.start >= values.to:
-        yield FieldError((*location, "to"), f"must be above from, {values.start:g}, got {values.to:g}")
+        yield FieldError((*location, "to"), f"must be above the key from ({values.start:g}), got {values.to:g}")
     if values.by == "log" and values.start <= 0:
         yield FieldError((*location, "from"), f"must be above 0 with by: log, got {values.start:g}")
 

@@ -43,7 +43,7 @@ class RebuiltArm:
         """Return both in one line."""
         if self.rebuilt == self.reported:
             return f"{self.arm}: {self.reported or 'nothing is chosen yet'}, as chosen"
-        reported = "not reported" if self.reported is None else f"reported with {self.reported}"
+        reported = "the study reported nothing" if self.reported is None else f"the study reported {self.reported}"
         return f"{self.arm}: {self.rebuilt or 'no choice follows from these trials'}; {reported}"
 
 

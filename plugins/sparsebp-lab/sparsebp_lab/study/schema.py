@@ -246,7 +246,7 @@ class ClaimSection(Section):
         None,
         description=(
             "For a relative number, such as 0.56 times the memory of dense: the arm to compare with. compare "
-            "divides the value of `arm` by its value. null: the number is not relative."
+            "divides the value of `arm` by the value of this arm. null: the number is not relative."
         ),
     )
     where: Annotated[str, Field(min_length=1)] = Field(
@@ -330,7 +330,7 @@ class Study(Section):
     shares: dict[Name, Name] = Field(
         default_factory=dict,
         description=(
-            "Map from an arm to the arm whose best combination it uses. For example, {lossless: dense}, "
+            "Map from an arm to another arm, whose best combination it uses. For example, {lossless: dense}, "
             "because both have the same gradient."
         ),
     )

@@ -35,8 +35,8 @@ CANDIDATE = (
     "--script: a commit."
 )
 SCRIPT = (
-    "Compare two commits of your git repository. Each run starts this command at one of them: "
-    "'python train.py --seed {seed}'. The command must log to MLflow."
+    "Command that trains and logs to MLflow, such as 'python train.py --seed {seed}'. judge runs the command at two "
+    "commits of your git repository: CANDIDATE and --against."
 )
 METRIC = "With --script: the metric that decides, and whether lower or higher is better, such as val_loss:lower."
 BUDGET = "Budget for all runs of this question together: a time (30m, 2h), or a number of FLOPs (3e15)."

@@ -42,7 +42,7 @@ STOPPING = (
     "stopping: running trials first save a checkpoint; run the same command again to continue; press Ctrl-C "
     "again to end them at once"
 )
-KILLING = "ending it at once"
+KILLING = "ending the trials at once"
 
 
 def study(

@@ -28,9 +28,9 @@ SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}
 LESSON = {
     "dense": "dense itself",
     "cannot beat a smaller batch": (
-        "dense training with a smaller batch has as little noise and costs less: do not train it"
+        "dense training with a smaller batch has as little noise and costs less: do not train this policy"
     ),
-    "could": "costs less than dense training with equal noise: train it to find out",
+    "could": "costs less than dense training with equal noise: train this policy to find out",
     "decide by training": "unclear: the interval includes 1, or the policy is biased, which the estimate ignores",
 }
 
@@ -100,7 +100,7 @@ def _explain(found: WorthAnswer, *, is_narrow: bool) -> Iterator[str]:
 
 def _list_exceptions(found: WorthAnswer) -> Iterator[str]:
     if any(policy.remembers for policy in found.policies):
-        yield "*: its choice depends on earlier steps; measured as at the first step."
+        yield "*: the choice of this policy depends on earlier steps; measured as at the first step."
     for one in found.policies:
         if one.as_at_step is not None:
             yield f"{one.name}: skips no work in early steps; measured as if at step {one.as_at_step}."

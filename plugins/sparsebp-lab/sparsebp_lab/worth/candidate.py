@@ -70,7 +70,7 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
         return f"broken: {installed.problem}"
     required = [key for key, option in installed.policy_class.model_fields.items() if option.is_required()]
     if set(required) - {"keep"}:
-        return f"needs {', '.join(required)}: name it in the recipe's policy"
+        return f"needs {', '.join(required)}: write this policy with its options into the recipe"
     options: dict[str, Any] = {"keep": SHARE} if required else {}
     changed = recipe.model_copy(update={"policy": [PolicyEntry(name=name, **options)]})
     try:
@@ -81,7 +81,7 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
     return _find_reason(policy, recipe) or (
         "needs a reference model, which the recipe's own policies do not have"
         if compares(policy)
-        else "reads columns of the data: name it in the recipe's policy"
+        else "reads columns of the data: write this policy into the recipe"
         if isinstance(policy, TokenSelector) and policy.reads
         else Candidate(describe_policy({"name": name} | options), [policy])
     )
