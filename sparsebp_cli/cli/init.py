@@ -75,7 +75,8 @@ def _print_recipes(found: ShippedList) -> None:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")] = Path("study"),
     task: Annotated[
-        Task | None, typer.Option(help="The kind of task to train.", show_default="asked in a terminal")
+        Task | None,
+        typer.Option(metavar="TASK", help=f"Kind of task: {', '.join(Task)}.", show_default="asked in a terminal"),
     ] = None,
     model: Annotated[
         str | None,

@@ -83,7 +83,7 @@ class CheckpointFolder:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(part, ignore_errors=True)
             if not self.folder.exists():
-                reason, remedy = f"{self.folder} was moved or deleted", "set SPARSEBP_HOME to its place, then resume"
+                reason, remedy = f"{self.folder} was moved or deleted", "correct SPARSEBP_HOME, then resume"
             else:
                 reason, remedy = name_refusal(error) or (str(error), "fix this, then resume")
             raise CheckpointError(

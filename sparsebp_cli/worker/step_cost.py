@@ -51,8 +51,8 @@ class RelativeCost:
         if self.share is None or self.share >= 1.0:
             return text
         return (
-            f"{text}; it keeps {self.share:.0%} of the {self.unit}. `sparsebp worth RECIPE` estimates whether it can "
-            "beat a smaller batch"
+            f"{text}; the policy keeps {self.share:.0%} of the {self.unit}. `sparsebp worth RECIPE` estimates whether "
+            "the policy can beat a smaller batch"
         )
 
     def metrics(self) -> dict[str, float | None]:

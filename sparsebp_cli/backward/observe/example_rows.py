@@ -46,7 +46,7 @@ _ROW_BY_ROW = frozenset(
 _PRODUCTS = {"MmBackward0": 0, "AddmmBackward0": 1}  # index of the input whose rows are the rows of the product
 _MOST_NODES = 64
 TIME_FIRST = "its module has batch_first=False, so positions come first"
-UNPROVED = "its input has only one dimension of rows"
+UNPROVED = "its input has no dimension for examples"
 
 
 class BatchRows(NamedTuple):

@@ -69,7 +69,7 @@ class Check:
         if self.guilty == "plain":
             return (
                 f"the plain step is wrong: outputs of examples in its batch differ by {self.from_alone:.1e} from those "
-                "of each example alone, so the packed step is used (`sparsebp audit --examples` shows where they mix)"
+                "of each example alone, so the packed step is used (`sparsebp audit --examples` shows where)"
             )
         if self.guilty == "packed":
             return f"outputs of packed examples differ by {self.from_alone:.1e} from those of the examples alone"
