@@ -70,7 +70,7 @@ def test_of_several_recipes_each_has_one_line(cli: Cli, recipe: Path) -> None:
     first, second, last = done.stdout.splitlines()
     assert re.fullmatch(r"large: needs [\d.]+ MB: fits, [\d.]+ MFLOP a step, 100 steps in .+", first)
     assert second.startswith("another: needs ")
-    assert last == "more: one recipe alone has its tables, -o json has all"
+    assert last == "more: give one recipe alone to see tables, or -o json for everything"
 
 
 def test_words_that_are_no_device_or_no_rate_are_refused_before_anything_starts(cli: Cli, recipe: Path) -> None:

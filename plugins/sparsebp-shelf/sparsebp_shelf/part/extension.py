@@ -229,10 +229,10 @@ class PartExtension(TrialExtension):
         entries = sum(each.leaf.numel() for each in self._overrides.values())
         total = sum(parameter.numel() for parameter in self._names.values())
         beside = sum(parameter.numel() for parameter in self._beside)
-        others = f" and {beside:,} others beside them" if beside else ""
+        others = f" and {beside:,} numbers of other parameters" if beside else ""
         return (
             f"{entries:,} of {total:,} numbers are trained, in {len(self._parts)} of {len(self._linears)} weights of "
-            f"linears{others}; clip gradients of the optimizer's parameters, which are the parts, not of the model's"
+            f"linear layers{others}; clip the gradients of the optimizer's parameters (the parts), not of the model's"
         )
 
 

@@ -81,7 +81,7 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     block_size: PositiveInt = Field(
         256,
         description=(
-            "Number of rows and of columns of a block. The rows and the columns of the weight must be a multiple of it."
+            "Number of rows and of columns of a block. The weight's rows and columns must be multiples of this number."
         ),
     )
     coupled: bool = Field(

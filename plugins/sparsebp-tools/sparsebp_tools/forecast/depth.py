@@ -65,8 +65,8 @@ class Depth:
             return ""
         first, second, third = DEPTHS
         return (
-            f"rehearsed with {first} and {second} layers, which gave a model of {third} within {TOLERANCE:.1%}, and "
-            f"extended to {self.layers}"
+            f"measured with {first} and {second} layers, which predict {third} layers within {TOLERANCE:.1%}, and "
+            f"extrapolated to {self.layers}"
         )
 
 

@@ -70,7 +70,7 @@ def show_memory(
         for part in [describe(found)] if several else tables(found):
             console().print(part, soft_wrap=isinstance(part, str))
     if several:
-        print_line("more: one recipe alone has its tables, -o json has all")
+        print_line("more: give one recipe alone to see tables, or -o json for everything")
     # each was printed as soon as it was ready
     tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)
     if problems:
@@ -115,7 +115,7 @@ def _read_rate(rate: str | None, device: Accelerator | None, plan: Plan) -> tupl
             return None, "" if device is None else f"no rate of {device.name} is known: give --rate"
         peak = f"the {show_count(known, 'FLOP')}/s in {dtype} that the device's maker states"
         text = f"assumed: {show_share(ASSUMED_SHARE)} of {peak}"
-        return ASSUMED_SHARE * known, f"{text}; --rate takes a measured one"
+        return ASSUMED_SHARE * known, f"{text}; --rate sets a measured speed"
     try:
         given = float(rate)
     except ValueError:

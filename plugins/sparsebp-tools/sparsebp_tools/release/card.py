@@ -122,7 +122,9 @@ class Card:
             # Their texts stay in the run: a card is published with the model, and held-out rows may be private.
             ended = sum(not answer.endswith(UNENDED) for *_, answer in asked)
             asked_of = f"{len(asked)} {judged} prompts"
-            lines.append(f"Asked {asked_of} by plain transformers, it ended {ended} of its answers.")
+            lines.append(
+                f"Asked {asked_of} by plain transformers, the model ended {ended} of its answers with an end token."
+            )
         return "\n\n".join(lines)
 
     def _limits(self, recipe: dict[str, Any]) -> Iterator[str]:

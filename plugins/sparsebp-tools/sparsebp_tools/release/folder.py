@@ -96,7 +96,8 @@ def _restore(part: Path, model: ReleasedModel) -> tuple[dict[str, Any], list[str
     origin, notes = Origin.find(section), []
     if origin.config is None and origin.used:
         notes.append(
-            f"its config keeps {', '.join(origin.used)} of the recipe: the source model is not on this machine"
+            f"config.json keeps {', '.join(origin.used)} of the recipe, because the source model, which has the "
+            "original values, is not on this machine"
         )
     labels: Any = model.history.facts.get("label_names") or []
     config = source.restore_config(source.read_json(part / source.CONFIG), origin, labels)
