@@ -304,7 +304,7 @@ def _examples(comparison: Comparison, everything: bool) -> Grid:
     note = (
         "Descriptive: the two trained models of one seed on the same held-out examples, with equal weights. "
         "Neighbours resemble each other, so the interval is over documents, or over blocks of consecutive examples if "
-        "documents are unknown or fewer than 10. It is not corrected. p is corrected for all rows of all groups "
+        "documents are unknown or fewer than 10. This interval is not corrected. p is, for all rows of all groups "
         "(Holm). Neither says anything about other seeds."
     )
     return Grid("Example by example", columns, rows, note, aside=2)
