@@ -14,7 +14,6 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import AttentionLayout, BranchLayout, find_layouts
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
-from sparsebp_cli.backward.kind.example_loss import check_logits, compare_losses, count_targets, sum_losses
 from sparsebp_cli.backward.kind.fused_head import has_fused_head
 from sparsebp_cli.backward.kind.model_output import with_changes
 from sparsebp_cli.backward.kind.required_grads import claim_needed
@@ -80,13 +79,10 @@ __all__ = [
     "attach",
     "autocast",
     "bind_arguments",
-    "check_logits",
     "check_vocabulary",
     "claim_needed",
     "compare_gradients",
-    "compare_losses",
     "count_flops",
-    "count_targets",
     "draw_like",
     "evaluating",
     "find_attentions",
@@ -104,7 +100,6 @@ __all__ = [
     "saved_bytes",
     "score_reference",
     "segmented_backward",
-    "sum_losses",
     "tensor_bytes",
     "uncompiled",
     "upload",

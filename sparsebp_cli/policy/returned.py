@@ -103,25 +103,6 @@ def require_index(
     return index_K
 
 
-def check_weighted(asked: str, index_K: object, weight_K: object, size: int) -> None:
-    """Refuse a choice of things with weights. Only values on the CPU are read.
-
-    Args:
-        asked: As for :func:`require_index`.
-        index_K: The index.
-        weight_K: A factor of each chosen thing; None means 1.
-        size: The number of things.
-
-    Raises:
-        PolicyError: If the index is not valid, is empty, or has another shape than the weights.
-    """
-    index = require_index(asked, index_K, size)
-    if not len(index):
-        raise PolicyError(f"{asked} must contain at least one number, got none")
-    if weight_K is not None:
-        _require_shape(f"{asked} and weight_K", weight_K, index.shape)
-
-
 def check_selection(asked: str, chosen: Selection | Split, grad_NO: Tensor) -> bool:
     """Refuse a selection that does not fit its gradient. Read its indices, unless the gradient has no data.
 

@@ -29,10 +29,7 @@ from sparsebp_cli.backward import (
     Scorer,
     ScoringCost,
     bind_arguments,
-    check_logits,
     check_vocabulary,
-    compare_losses,
-    count_targets,
     draw_like,
     evaluating,
     find_cache,
@@ -42,7 +39,6 @@ from sparsebp_cli.backward import (
     next_tokens,
     refuse_uncalled,
     score_reference,
-    sum_losses,
     upload,
     with_changes,
 )
@@ -50,6 +46,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import ReferenceReader, Score, Step
 from sparsebp_shelf.example.examples import Examples, ReadExamples
 from sparsebp_shelf.example.kind import REFERENCE_COLUMN, ExampleSelector, WeightedExamples, require_examples
+from sparsebp_shelf.example.loss import IGNORED, check_logits, compare_losses, count_targets, sum_losses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +54,6 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward import EngineView, Given, PolicyStates
 
 Arguments = Mapping[str, object]
-IGNORED = -100  # label of positions without a target
 _OF_LOSS = ("labels", "num_items_in_batch")
 
 

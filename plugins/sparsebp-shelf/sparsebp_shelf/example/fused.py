@@ -26,7 +26,6 @@ from sparsebp_cli.backward import (
     ForwardOverride,
     ForwardPatches,
     PassEstimate,
-    count_targets,
     has_fused_head,
     refuse_uncalled,
     upload,
@@ -35,6 +34,7 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_shelf.example.examples import Examples, ReadExamples
 from sparsebp_shelf.example.extension import ExampleExtension
 from sparsebp_shelf.example.kind import ExampleSelector, WeightedExamples, require_examples
+from sparsebp_shelf.example.loss import count_targets
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward import EngineView, Given, PolicyStates

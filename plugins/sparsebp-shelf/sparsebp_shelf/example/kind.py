@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Kind, Policy, Step, returned, rule
 from sparsebp_shelf.example.examples import Examples
 
@@ -107,10 +108,17 @@ def require_examples(policy: ExampleSelector, choice: object, number: int) -> No
 
     asked = f"{type(policy).__name__}.choose"
     returned.require_type(asked, choice, torch.Tensor, *([WeightedExamples] if policy.weighs else []), None)
+    if choice is None:
+        return
+    weight_K: object = None
     if isinstance(choice, WeightedExamples):
-        returned.check_weighted(f"{asked}: index_K", choice.index_K, choice.weight_K, number)
-    elif choice is not None:
-        returned.check_weighted(asked, choice, None, number)
+        asked, choice, weight_K = f"{asked}: index_K", choice.index_K, choice.weight_K
+    index_K = returned.require_index(asked, choice, number)
+    if not len(index_K):
+        raise PolicyError(f"{asked} must contain at least one number, got none")
+    shape = getattr(weight_K, "shape", type(weight_K).__name__)
+    if weight_K is not None and shape != index_K.shape:
+        raise PolicyError(f"{asked} and weight_K must have the shape {tuple(index_K.shape)}, got {shape}")
 
 
 def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparsebp_cli.backward.core.loss_weight import IGNORED
 from sparsebp_cli.errors import UnsupportedError
 
+IGNORED = -100  # label of positions without a target
 # Allowed relative difference between the model's loss and the loss of its logits. It covers orders of a sum, and logits
 # that were rounded to 8 bits before the loss.
 _TOLERANCE = {torch.float32: 1e-3}
