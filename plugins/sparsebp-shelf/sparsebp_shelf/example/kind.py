@@ -111,9 +111,10 @@ def require_examples(policy: ExampleSelector, choice: object, number: int) -> No
     if choice is None:
         return
     weight_K: object = None
+    chosen: object = choice
     if isinstance(choice, WeightedExamples):
-        asked, choice, weight_K = f"{asked}: index_K", choice.index_K, choice.weight_K
-    index_K = returned.require_index(asked, choice, number)
+        asked, chosen, weight_K = f"{asked}: index_K", choice.index_K, choice.weight_K
+    index_K = returned.require_index(asked, chosen, number)
     if not len(index_K):
         raise PolicyError(f"{asked} must contain at least one number, got none")
     shape = getattr(weight_K, "shape", type(weight_K).__name__)
