@@ -103,7 +103,9 @@ class DockerEngine(TargetEngine):
         answer = self._tool.run(create_command(options, run.run_id, image, labels))
         if answer.code != 0:
             if "already in use" in answer.err:
-                raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another remote runner")
+                raise RunBusyError(
+                    f"run {run.run_id} was already started on {self._place}, by another command: wait until it ends"
+                )
             raise self._refused(answer)
         found = {"name": options.image, "id": image, "digest": digest}
         durable.write_file(run.path / "image.json", json.dumps(found))

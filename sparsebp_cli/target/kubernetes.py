@@ -92,7 +92,9 @@ class KubernetesEngine(TargetEngine):
         words = [*self._words, "create", "--filename", "-", "--output", "jsonpath={.metadata.uid}"]
         answer = self._tool.run(words, given=to_text(make_job(self._options, run.run_id)).encode())
         if "(AlreadyExists)" in answer.err:
-            raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another remote runner")
+            raise RunBusyError(
+                f"run {run.run_id} was already started on {self._place}, by another command: wait until it ends"
+            )
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         handle = _make_handle(container_name(run.run_id), answer.text)

@@ -327,7 +327,9 @@ class SlurmEngine(TargetEngine):
                 f"appears within {ASKING_MINUTES} minutes, SparseBP submits the run again"
             )
         if answer.code == BUSY:
-            raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another remote runner")
+            raise RunBusyError(
+                f"run {run.run_id} was already started on {self._place}, by another command: wait until it ends"
+            )
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
 

@@ -229,7 +229,7 @@ MISUSES: list[tuple[Callable[[sbp.GradStore, nn.Sequential], Any], str]] = [
         lambda s, m: s.add("2.bias", torch.ones(3) > 0),
         "a gradient must have a floating-point or complex dtype, got torch.bool",
     ),
-    (lambda s, m: s.add("2.bias", torch.ones(3) * 1j), "complex, but must be real as torch.float32 is"),
+    (lambda s, m: s.add("2.bias", torch.ones(3) * 1j), "complex, but the weight is real .torch.float32."),
     (
         lambda s, m: s.add("2.weight", torch.ones(3, 8).to_mkldnn()),
         "layout torch.strided or torch.sparse_coo, got torch._mkldnn",

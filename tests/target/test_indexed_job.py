@@ -91,7 +91,7 @@ def test_a_run_on_several_nodes_is_an_indexed_job_with_a_service(cluster: Path, 
     assert names(cluster) == {f"job/{name}", f"service/{name}", f"pod/{name}-0"}
     assert engine.find(run) == handle
     assert engine.status(run, handle).phase is Phase.WAITING
-    with pytest.raises(RunBusyError, match="started by another remote runner"):
+    with pytest.raises(RunBusyError, match="was already started on"):
         engine.start([run], 1)
     engine.release(run, handle)
     assert names(cluster) == set()

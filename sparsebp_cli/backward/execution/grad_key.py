@@ -65,6 +65,6 @@ class Keys:
             allowed = f"allowed: {tuple(like.shape)}"
             raise UsageError(f"{self.describe(key)}: the gradient has shape {tuple(grad.shape)}, {allowed}")
         if grad.is_complex() and not like.is_complex():
-            raise UsageError(f"{self.describe(key)}: the gradient is complex, but must be real as {like.dtype} is")
+            raise UsageError(f"{self.describe(key)}: the gradient is complex, but the weight is real ({like.dtype})")
         if on_device and grad.device != like.device:
             raise UsageError(f"{self.describe(key)}: the gradient is on {grad.device}, allowed: {like.device}")

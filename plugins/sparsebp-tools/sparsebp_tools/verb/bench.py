@@ -79,7 +79,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of rounds. Each round times each measured setting once.",
+            help="Number of rounds. In each round, the time of each setting is measured once.",
             rich_help_panel=HOW,
         ),
     ] = 9,

@@ -45,8 +45,8 @@ def model(
         typer.Option(
             metavar="best|last|STEP",
             help=(
-                "Write the weights of this checkpoint, not the final ones: best (needs checkpoint.keep_best), last, "
-                "or a step."
+                "The checkpoint whose weights are written (default: the weights at the end of the run): best (needs "
+                "checkpoint.keep_best), last (the newest checkpoint), or a step."
             ),
         ),
     ] = None,

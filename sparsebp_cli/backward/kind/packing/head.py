@@ -58,7 +58,8 @@ def spread_states(output: Any, layout: PackedLayout) -> dict[str, tuple[Tensor |
     named = {id(state): name for name, state in states_of(output).items()}
     if any(state.shape[:2] != (1, layout.num_rows) for state in states_of(output).values()):
         raise UnsupportedError(
-            "lossless needs hidden states with one row per token position: leave out output_hidden_states"
+            "lossless cannot return this model's hidden states, since they do not have one row per token position: "
+            "leave out output_hidden_states"
         )
     states: Sequence[Tensor | None] = getattr(output, "hidden_states", None) or ()
     spread = tuple(None if h is None else layout.spread(h[0], named[id(h)]) for h in states)

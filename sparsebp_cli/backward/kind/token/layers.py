@@ -230,7 +230,13 @@ class LayerRun:
                 self._call(hidden, self._restrict(view), RecordKV())
             except RecordedKV as captured:
                 return captured.keys, captured.values
-        raise UnsupportedError(f"token selection needs layers that fill the cache; {self.layer.name} does not")
+        raise self._without_cache()
+
+    def _without_cache(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"token selection needs layers that write keys and values to past_key_values, which {self.layer.name} does "
+            "not: use another policy for this model"
+        )
 
     def _run_dropped(self, keys: Tensor, values: Tensor) -> KeysValues:
         """Run the layer for the dropped rows, which attend to the carried ones' keys and values; return their own."""
@@ -254,7 +260,7 @@ class LayerRun:
 
     def _remember(self, own: KeysValues | None) -> KeysValues:
         if own is None:
-            raise UnsupportedError(f"token selection needs layers that fill the cache; {self.layer.name} does not")
+            raise self._without_cache()
         if self._remembers:
             self.remembered = own
         return own
