@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -109,26 +110,23 @@ def forward_hooks_of(module: nn.Module) -> list[object]:
     return list(module._forward_hooks.values())  # noqa: SLF001
 
 
-def forward_pre_hooks_of(module: nn.Module) -> list[object]:
-    """Return the hooks that run before a module's forward; they can be added but not listed."""
-    return list(module._forward_pre_hooks.values())  # noqa: SLF001
-
-
 # Hooks of these libraries belong to the model's own computation, or to the engine.
 LIBRARIES = ("sparsebp_cli", "torch", "transformers", "accelerate", "peft")
 
 
 def find_hook(model: nn.Module, *, inside: bool = False) -> str:
-    """Return a sentence about the first foreign forward hook, which would see rows of a short forward instead of the
-    batch; empty without one.
+    """Return a sentence about the first foreign hook of a module's forward or backward, which would see rows of a short
+    forward instead of the batch; empty without one.
 
     ``inside`` skips the model itself, whose inputs and outputs have the shapes of the plain forward.
     """
     for where, module in model.named_modules():
-        # This runs for every module at every forward. Most have no hooks, and checking two empty dicts is fast.
-        if not (module._forward_hooks or module._forward_pre_hooks) or (inside and module is model):  # noqa: SLF001
+        # This runs for every module at every forward. Most have no hooks, and checking empty dicts is fast.
+        m = module
+        found = (m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)  # noqa: SLF001
+        if not any(found) or (inside and module is model):
             continue
-        for hook in forward_hooks_of(module) + forward_pre_hooks_of(module):
+        for hook in chain.from_iterable(hooks.values() for hooks in found):
             function = hook
             while isinstance(function, functools.partial):
                 function = function.func

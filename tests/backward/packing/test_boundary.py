@@ -190,6 +190,22 @@ def test_a_hook_inside_of_the_packed_layers_is_named_and_the_step_is_plain() -> 
     handle.remove()
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_inside_of_the_packed_layers_gets_the_gradients_of_the_plain_step(register: str) -> None:
+    model, batch = make(), make_batch()
+
+    def bound(_module: nn.Module, *gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if one is None else one / one.norm() for one in gradients[0])
+
+    getattr(model.model.layers[0].mlp, register)(bound)
+    model(**batch).loss.backward()
+    expected = gradient(model)
+    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
+        engine.backward(model(**batch).loss)
+        assert torch.allclose(gradient(model), expected)
+        assert "at 'model.layers.0.mlp') would see rows: the plain step is used" in engine.notes["packing"]
+
+
 def test_unread_logits_say_how_to_read_them() -> None:
     model = make()
     with sbp.attach(model, "lossless"), pytest.raises(AttributeError, match="read output"):

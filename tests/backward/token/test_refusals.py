@@ -168,7 +168,8 @@ def test_an_attached_model_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["exact", "detach"])
 @pytest.mark.parametrize("when", ["before attach", "after attach"])
-def test_a_hook_that_would_see_chosen_positions_alone_is_named(mode: str, when: str) -> None:
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_a_hook_that_would_see_chosen_positions_alone_is_named(mode: str, when: str, register: str) -> None:
     """An activation penalty by a hook was 13 % off, without a word."""
     model = tiny("llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
@@ -176,7 +177,7 @@ def test_a_hook_that_would_see_chosen_positions_alone_is_named(mode: str, when: 
         """Stand for a script's own hook."""
 
     def hook() -> None:
-        model.model.layers[0].register_forward_hook(penalise)
+        getattr(model.model.layers[0], register)(penalise)
 
     policy = sbp.make_policy("tokens", score="random", keep=0.5, mode=mode)
     if when == "before attach":
