@@ -299,6 +299,15 @@ def test_a_score_of_embeddings_that_change_in_place_is_the_plain_one() -> None:
         assert "differ" not in str(engine.notes)
 
 
+@pytest.mark.parametrize("value", [0, 0.0, ""], ids=repr)
+def test_an_unknown_argument_is_refused_whatever_its_value(value: object) -> None:
+    model, batch = _make("llama"), _make_batch("right")
+    with sbp.attach(model, "lossless"):
+        with pytest.raises(UnsupportedError, match="does not support ignore_index in training: leave it out"):
+            model(**batch, ignore_index=value)
+        assert model(**batch, ignore_index=None).loss.isfinite()
+
+
 @pytest.mark.parametrize("kept", [10, torch.arange(14, 24)], ids=["number", "positions"])
 def test_labels_of_the_kept_logits_alone_run_plainly_with_the_reason(kept: Any) -> None:
     model, batch = _make("llama"), _make_batch("right")

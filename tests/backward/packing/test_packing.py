@@ -474,8 +474,9 @@ def test_a_term_that_a_model_adds_to_its_loss_is_kept(dtype: torch.dtype) -> Non
             "has dropout 0.4",
         ),
         (lambda: _bert(BertForMaskedLM).to(torch.float32).apply(_drop), "has dropout 0.5"),
+        (lambda: llama().apply(_count_tokens), "'model.embed_tokens' divides .* set scale_grad_by_freq to False"),
     ],
-    ids=["attention dropout", "no transformers", "LoHa", "LoKr", "OFT", "dropout"],
+    ids=["attention dropout", "no transformers", "LoHa", "LoKr", "OFT", "dropout", "frequencies"],
 )
 def test_what_is_not_exact_is_refused_by_name(make: Callable[[], nn.Module], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
@@ -485,6 +486,11 @@ def test_what_is_not_exact_is_refused_by_name(make: Callable[[], nn.Module], tex
 def _drop(module: nn.Module) -> None:
     if isinstance(module, nn.Dropout):
         module.p = 0.5
+
+
+def _count_tokens(module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding):
+        module.scale_grad_by_freq = True
 
 
 def test_an_unknown_name_of_a_policy_is_refused_by_attach() -> None:

@@ -57,6 +57,11 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     for where, module in model.named_modules():
         if is_batch_norm(module):
             raise UnsupportedError(f"lossless does not support batch statistics, as {where!r} computes them")
+        if getattr(module, "scale_grad_by_freq", False):
+            raise UnsupportedError(
+                f"{where!r} divides the gradient of a token by its number in the whole batch: set scale_grad_by_freq "
+                "to False"
+            )
         rate = 0.0 if module in known_dropout else find_rate(module)
         if rate > 0.0:
             raise UnsupportedError(
@@ -95,9 +100,10 @@ def _knows_balance(model: PreTrainedModel) -> bool:
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
-    """Raise :class:`UnsupportedError` for an unknown argument of the forward, which may refer to single positions."""
+    """Raise :class:`UnsupportedError` for an unknown argument of the forward, which may refer to single positions; None
+    and False turn an option off."""
     for name, value in given.items():
-        if name not in KNOWN | OUTPUTS and name not in known and (isinstance(value, Tensor) or value):
+        if name not in KNOWN | OUTPUTS and name not in known and value is not None and value is not False:
             raise UnsupportedError(
                 f"lossless does not support {name} in training: leave it out of the batch, or train this "
                 "model without lossless"
