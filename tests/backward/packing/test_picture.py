@@ -8,6 +8,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError
+from tests.backward.token.test_refusals import pictured
 
 from .case import SOME, errors, gradients, make_batch
 from .test_sequence import SIZES
@@ -51,3 +52,10 @@ def test_an_argument_that_is_no_picture_is_refused_before_the_training() -> None
         engine.check_arguments(batch | {"pixel_values": torch.zeros(1)})
         with pytest.raises(UnsupportedError, match="vision_feature_layer in training: leave it out of the batch"):
             engine.check_arguments(batch | {"vision_feature_layer": -1})
+
+
+def test_a_model_that_reads_the_attention_mask_is_refused_with_a_way_out() -> None:
+    model, batch = pictured().train(), make_batch("right", "completion", "groups")
+    text = "this model reads ndim of the attention mask itself: train it without lossless"
+    with sbp.attach(model, "lossless") as engine, pytest.raises(UnsupportedError, match=text):
+        gradients(model, engine, batch)

@@ -138,10 +138,10 @@ class PackedMask:
     _order: list[bool | None] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ReadsMaskError(f"lossless does not support models with layers that use {name} of the attention mask")
+        raise ReadsMaskError(f"this model reads {name} of the attention mask itself: train it without lossless")
 
     def __getitem__(self, _: object) -> NoReturn:
-        raise ReadsMaskError("lossless does not support models with layers that slice the attention mask")
+        raise ReadsMaskError("this model slices the attention mask itself: train it without lossless")
 
     @property
     def layout(self) -> PackedLayout:
