@@ -331,6 +331,16 @@ def test_under_reentrant_checkpointing_each_batch_shares_alone() -> None:
         assert "not supported with reentrant checkpointing" in engine.notes["packing of updates"]
 
 
+def test_the_report_says_why_announced_micro_batches_share_nothing() -> None:
+    model, batch = build(), collate(make_rows(), "answers", "left")
+    first = batch["attention_mask"].argmax(1)
+    batch["labels"].scatter_(1, first[:, None], 7)  # padding predicts it
+    with attach(model, prefixes="update") as engine:
+        assert not engine.expect([batch, batch])
+        train(model, engine, [batch, batch])
+        assert "labels at the first real position of a text padded on the left" in engine.notes["packing of updates"]
+
+
 def test_the_report_says_so_where_nobody_names_the_micro_batches() -> None:
     model, batches = build(), split(make_rows(), 3, "answers")
     with attach(model) as engine:

@@ -290,6 +290,7 @@ class PackingPlanner(PackedModel):
         rows = [self._find_rows(batch, read_BT, Counts()) for batch, read_BT in zip(batches, read, strict=True)]
         found = [one for one in rows if one is not None and one.token_BT is not None]
         if len(found) < len(rows) or any(one.alone_BT.any() or one.begins_BT is not None for one in found):
+            self._held.unfit += not self.engine.is_probing
             return False
         if any(one.balances for one in found):  # a loss over the positions of each micro-batch, shared ones included
             self._held.refused = "the loss that balances experts"

@@ -339,6 +339,7 @@ class HeldRows:
     saved: int = 0  # rows that were not computed again
     most: int = 0  # largest number of rows held at a time
     alone: int = 0  # micro-batches that read more than the script declared
+    unfit: int = 0  # updates with a micro-batch that cannot share prefixes with others
     refused: str = ""  # why prefixes are shared only within each batch; empty: they are shared over the update
 
     def add(self, update: UpdatePlan) -> None:
@@ -355,6 +356,11 @@ class HeldRows:
             return (
                 "prefixes are shared only within each batch: sharing them over an update is not supported with "
                 f"{self.refused}"
+            )
+        if self.unfit and not self.shared:
+            return (
+                f"prefixes are shared only within each batch: {self.unfit} updates have labels at the first real "
+                "position of a text padded on the left, several texts in a row, or batches that run plainly"
             )
         if not self.updates:
             return "prefixes are shared only within each batch: pass the micro-batches of an update to engine.expect"
