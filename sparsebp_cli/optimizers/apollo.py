@@ -84,14 +84,17 @@ class Apollo(SeparateOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. Each gets a number, which determines its projections."""
+        """Add parameters."""
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            self._number[parameter] = len(self._number)
+        self._enumerate()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied optimizer. PyTorch copies only groups and state, so number the parameters again."""
+        """Restore a copied optimizer, of which PyTorch copies only groups and state."""
         super().__setstate__(state)
+        self._enumerate()
+
+    def _enumerate(self) -> None:
+        """Give each parameter its place among all as a number, which determines its projections."""
         parameters = (p for group in self.param_groups for p in group["params"])
         self._number = {parameter: number for number, parameter in enumerate(parameters)}
 
@@ -125,6 +128,8 @@ class Apollo(SeparateOptimizer):
         return update.mul_(math.sqrt(group["scale"]))
 
     def _draw(self, parameter: Tensor, width: int, step: int, group: dict[str, Any]) -> Tensor:
+        if parameter not in self._number:  # a policy that trains a part of a weight has put the part in its place
+            self._enumerate()
         turn = (step - 1) // group["update_proj_gap"]
         place = _Projection(f"APOLLO's projection of parameter {self._number[parameter]}")
         generator = Step(turn, seed=group["seed"]).generator(place, parameter.device)

@@ -153,6 +153,18 @@ def test_apollo_is_the_papers_algorithm(kind: str, rank: int, scale: float, is_t
     torch.testing.assert_close(weight.t() if is_turned else weight, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_apollo_trains_a_parameter_that_was_put_in_the_place_of_another() -> None:
+    first, second = (nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+    optimizer = Apollo([first, second], rank=2)
+    (group,) = optimizer.param_groups
+    expected = optimizer._draw(second, 8, 1, group)
+    group["params"][1] = part = nn.Parameter(torch.ones(3, 8))
+    part.grad = torch.ones(3, 8)
+    optimizer.step()
+    assert bool((part != 1.0).all())
+    assert torch.equal(optimizer._draw(part, 8, 1, group), expected)
+
+
 def test_apollo_draws_projections_anew_after_the_gap_and_for_each_parameter() -> None:
     first, second = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
     optimizer = Apollo([first, second], rank=32, update_proj_gap=2)
