@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from sparsebp_cli.backward.core.rewind import capture_rng, restore_rng
+from sparsebp_cli.backward.patch.rewind import capture_rng, restore_rng
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.metrics import find_text_metric
 from sparsebp_cli.recipe.schema import GenerateSection

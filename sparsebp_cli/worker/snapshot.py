@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsebp_cli.backward import Engine
-from sparsebp_cli.backward.core.rewind import capture_rng, restore_rng
+from sparsebp_cli.backward.patch.rewind import capture_rng, restore_rng
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal

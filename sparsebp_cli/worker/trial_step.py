@@ -15,8 +15,8 @@ from typing import Literal, Self
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, Report
-from sparsebp_cli.backward.core.rewind import Rewind
 from sparsebp_cli.backward.kind.parameter.extension import ParameterExtension
+from sparsebp_cli.backward.patch.rewind import Rewind
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import full_tensor

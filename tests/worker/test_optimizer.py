@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import SchedulerType, Trainer
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from sparsebp_cli.backward.core.rewind import capture_rng
+from sparsebp_cli.backward.patch.rewind import capture_rng
 from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.optimizers.apollo import Apollo
 from sparsebp_cli.policy.composition import find_optimizer, list_optimizers

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.core.policy_state import PolicyStates
-from sparsebp_cli.backward.core.rewind import Rewind
+from sparsebp_cli.backward.patch.rewind import Rewind
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, Step, TrialPass
 

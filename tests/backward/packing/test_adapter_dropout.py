@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import peft
@@ -15,7 +16,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from tests.backward.families import tiny_decoder
 
-from .case import LIMIT, error, make_batch
+from .case import LIMIT, error, gradients, make_batch
 
 # peft 0.21 asks transformers 5.23 by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -153,3 +154,18 @@ def test_a_comparison_leaves_what_waits_for_its_backward(verify: str) -> None:
     with sbp.attach(model, {"name": "lossless", "verify": verify}) as engine:
         got, _ = _step(model, engine, batches)
     assert error(expected, got) < LIMIT
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+def test_trial_passes_leave_the_buffers_of_spectral_norm_as_one_plain_step_does(verify: str) -> None:
+    model = tiny_decoder("llama").train()
+    for module in [module for module in model.modules() if isinstance(module, nn.Linear)][:4]:
+        nn.utils.parametrizations.spectral_norm(module)
+    plain = copy.deepcopy(model)
+    engine = sbp.attach(model, [sbp.make_policy("lossless", verify=verify)])
+    for arrangement in (("right", "completion", "none"), ("right", "last", "groups")):
+        batch = make_batch(*arrangement)
+        expected, got = gradients(plain, None, batch), gradients(model, engine, batch)
+        assert error(expected[1], got[1]) < LIMIT
+        assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), model.buffers(), strict=True))
+    assert engine.notes["packing"]

@@ -70,6 +70,7 @@ from sparsebp_cli.backward.patch.forward import (
     replace_forwards,
     uncompiled,
 )
+from sparsebp_cli.backward.patch.rewind import keeping_buffers
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
@@ -285,7 +286,7 @@ class PackedForward(ForwardOverride, Passes):
         again = partial(generators_at, capture_generators(device), device)  # with the same masks of dropout
 
         def run(forward: Callable[[dict[str, Any]], Any]) -> Any:
-            with again():
+            with again(), keeping_buffers(self._model):
                 made = {name: value() if isinstance(value, partial) else value for name, value in given.items()}
                 return forward(renew(made))
 
@@ -516,7 +517,7 @@ class PackedForward(ForwardOverride, Passes):
                 found.append(take(hidden))
                 return hidden
 
-            with torch.no_grad(), replace_forwards([(head, keep)]):
+            with torch.no_grad(), keeping_buffers(self._model), replace_forwards([(head, keep)]):
                 extension.run_rows(
                     layout,
                     given,

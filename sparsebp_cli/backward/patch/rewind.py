@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,19 @@ class Rewind:
         self.start()
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
+
+
+@contextmanager
+def keeping_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers that the passes of the block change, such as those of spectral norm."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if buffer.shape == before.shape:
+                    buffer.copy_(before)
 
 
 def capture_rng() -> dict[str, Any]:
