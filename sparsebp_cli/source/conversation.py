@@ -66,6 +66,7 @@ def read_conversations(rows: Rows, columns: Mapping[str, str | Sequence[str]]) -
         name = str(columns.get("messages", "messages"))
         lists = zip(rows, read_column(rows, name), strict=True)
         talks = [read_messages(row, value, name, columns) for row, value in lists]
+        _refuse_ignored(rows, talks, columns)
     return [
         Conversation(row.place, messages, _weigh(row, messages), of_row)
         for row, messages, of_row in zip(rows, talks, tools, strict=True)
@@ -118,6 +119,22 @@ def _refuse_missing(rows: Rows, columns: Mapping[str, str | Sequence[str]]) -> N
         there = [name for name in names if any(name in row for row in rows)]
         for name in names if not (there and of_json) else ():
             read_column(rows, str(name))  # raises the error, which lists the columns
+
+
+def _refuse_ignored(
+    rows: Rows, talks: Sequence[Sequence[dict[str, object]]], columns: Mapping[str, str | Sequence[str]]
+) -> None:
+    """Raise DataError for a role whose name is a column of the rows, and that no message has: the column's text, such
+    as a system prompt, would be lost."""
+    found = {message["role"] for messages in talks for message in messages}
+    for role in (role for role in NAMED_ROLES if role in columns and role not in found):
+        name = str(columns[role])
+        if (row := next((row for row in rows if name in row), None)) is not None:
+            raise DataError(
+                f"{row.place}: column {name!r} would not be read: beside a column of messages, the key {role} of "
+                f"dataset.columns names a role, and no message has the role {name!r}; move the text into the messages, "
+                f"or leave out the key {role}"
+            )
 
 
 def _has_columns(columns: Mapping[str, object]) -> bool:

@@ -76,3 +76,16 @@ def test_the_prompt_by_which_rows_are_held_out_together_is_that_of_the_columns(t
     renamed = {"messages": "talk", "user": "human", "assistant": "gpt"}
     (talk,) = iter_rows(write(tmp_path, [{"talk": [{"role": "human", "content": "a"}, {"role": "gpt"}]}]))  # type: ignore[list-item]
     assert json.loads(find_prompt(talk, renamed)) == [{"role": "human", "content": "a"}]
+
+
+def test_a_column_beside_the_messages_that_only_renames_a_role_is_refused(tmp_path: Path) -> None:
+    """Its text would be left out without a word."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = list(iter_rows(write(tmp_path, [{"messages": messages}, {"messages": messages, "rules": "Be brief."}])))
+    for columns in ({"system": "rules"}, {"messages": "messages", "system": "rules"}):
+        with pytest.raises(DataError, match=r"rows.jsonl, line 2: column 'rules' would not be read: beside a column"):
+            read_conversations(rows, columns)
+    named = [{"role": "rules", "content": "Be brief."}, *messages]
+    rows = list(iter_rows(write(tmp_path, [{"messages": named, "rules": "x"}])))
+    assert read_conversations(rows, {"system": "rules"})[0].messages[0] == {"role": "system", "content": "Be brief."}
+    assert len(read_conversations(rows, {"system": "rules", "user": "human"})[0].messages) == 3
