@@ -71,6 +71,18 @@ def name_classes(labels: Iterable[str]) -> list[str]:
         return sorted(names)
 
 
+def number_labels(rows: Rows, column: str, names: Sequence[str]) -> list[int]:
+    """Return the number of each row's class. Raise DataError for a label that is not among ``names``, the classes of
+    the training data."""
+    numbers = {name: number for number, name in enumerate(names)}
+    labels = read_labels(rows, column)
+    for row, label in zip(rows, labels, strict=True):
+        if label not in numbers:
+            known = ", ".join(names[:10])
+            raise DataError(f"{row.place}: label {label!r} is not among the labels of the training split: {known}")
+    return [numbers[label] for label in labels]
+
+
 def missing_column(name: str, columns: Collection[str]) -> DataError:
     """Return the error for a missing column."""
     near = did_you_mean(name, columns)

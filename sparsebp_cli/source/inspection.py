@@ -18,7 +18,15 @@ from sparsebp_cli.run.census import MOST_LOST
 from sparsebp_cli.source.adapter import find_adapter, read_adapter
 from sparsebp_cli.source.architecture import find_architecture
 from sparsebp_cli.source.attention import refuse_missing_package
-from sparsebp_cli.source.column import Rows, missing_split, read_column, read_labels, read_texts
+from sparsebp_cli.source.column import (
+    Rows,
+    missing_split,
+    name_classes,
+    number_labels,
+    read_column,
+    read_labels,
+    read_texts,
+)
 from sparsebp_cli.source.conversation import holds_messages, list_names, read_talks, read_template
 from sparsebp_cli.source.model import (
     check_files,
@@ -216,15 +224,21 @@ def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[s
         if wanted is not None and wanted not in splits:
             yield SourceProblem("wrong", ("dataset", key), str(missing_split(wanted, splits)))
             return
+    most, classes = min(section.max_examples or MOST_ROWS, MOST_ROWS), list[str]()
     for key, wanted in keys.items():
         try:
-            rows = (
-                [] if wanted is None else take_rows(splits, wanted, min(section.max_examples or MOST_ROWS, MOST_ROWS))
-            )
+            rows = [] if wanted is None else take_rows(splits, wanted, most)
         except DataError as error:
             yield SourceProblem("wrong", ("dataset", "name"), str(error))
             return
         problems = list(_inspect_rows(section, rows, spans if key == "split" else ()))
+        if section.format == "classification" and not problems:
+            label = section.column("label")
+            # Training rows that are not inspected may have further labels.
+            if key == "split" and (len(rows) < most or most == section.max_examples):
+                classes = name_classes(read_labels(rows, label))
+            elif classes:
+                problems = _problems_of(("dataset", key), number_labels, rows, label, classes)
         yield from problems
         if problems:
             return

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.errors import DataError, first_line
 from sparsebp_cli.recipe.schema import DatasetSection
-from sparsebp_cli.source.column import Rows, read_column, read_labels, read_texts
+from sparsebp_cli.source.column import Rows, number_labels, read_column, read_texts
 from sparsebp_cli.worker.token_mask import TextTokens, mask_tokens
 
 IGNORED = -100  # the label that transformers' losses ignore
@@ -163,13 +163,8 @@ def encode_classification(
 ) -> EncodedSplit:
     """Tokenise each text, or pair of texts. If it exceeds ``max_seq_length``, the tokenizer cuts text and keeps its
     special tokens."""
-    classes = {name: number for number, name in enumerate(label_names)}
-    labels = []
-    for row, label in zip(rows, read_labels(rows, section.column("label")), strict=True):
-        if label not in classes:
-            known = ", ".join(label_names[:10])
-            raise DataError(f"{row.place}: label {label!r} is not among the labels of the training split: {known}")
-        labels.append(np.array(classes[label], dtype=np.int64))
+    numbers = number_labels(rows, section.column("label"), label_names)
+    labels = [np.array(number, dtype=np.int64) for number in numbers]
     found = EncodedSplit()
     texts, *others = (read_texts(rows, name) for name in section.read_columns)
     pairs = others[0] if others else None

@@ -144,6 +144,19 @@ def test_rows_that_a_run_could_not_read_are_refused(
     assert text in line
 
 
+def test_a_label_that_training_lacks_is_refused(refuse: Any, check: Check, tmp_path: Path) -> None:
+    (tmp_path / "recipes" / "d").mkdir()
+    write(tmp_path, "d/train.csv", "text,label\none,a\ntwo,b\n")
+    write(tmp_path, "d/validation.csv", "text,label\nthree,c\n")
+    section = "{name: ./d, format: classification, eval_split: validation"
+    line = refuse(section + "}")
+    assert line.startswith("/recipes/r.yaml:4:")
+    assert line.endswith("validation.csv, line 2: label 'c' is not among the labels of the training split: a, b")
+    write(tmp_path, "d/train.csv", "text,label\none,a\ntwo,b\nfour,c\n")
+    assert check(section + "}") == []
+    assert "label 'c'" in refuse(section + ", max_examples: 2}")  # the run does not read the third row either
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
