@@ -26,6 +26,7 @@ WRONG = [
     ("5e-4", "-1.0", "8:28: vary.training.learning_rate: must be above 0, got -1.0"),
     ("learning_rate:", "learning_rat:", "8:27: vary.training.learning_rat: unknown key 'learning_rat'"),
     ("[5e-4, 1e-3]", "[]", "vary.training.learning_rate: must be at least 1 item long"),
+    ("[5e-4, 1e-3]", "[5e-4, 1e-3, 0.0005]", "vary.training.learning_rate: 0.0005 is given twice"),
     ("training.learning_rate:", "tracking.experiment:", "vary.tracking.experiment: cannot be varied"),
     ("training.learning_rate:", "training.seed:", "vary.training.seed: cannot be varied"),
     ("training.learning_rate: [5e-4, 1e-3]", "dataset.columns.text: [a, b]", "vary.dataset.columns.text: cannot be"),

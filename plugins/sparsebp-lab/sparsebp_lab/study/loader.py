@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparsebp_cli.errors import RecipeError, did_you_mean
-from sparsebp_cli.policy.error_text import describe_kind
+from sparsebp_cli.policy.error_text import describe_kind, show
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
 from sparsebp_cli.recipe import PlacedRecipe
 from sparsebp_cli.recipe.check import check_recipe, first_error
@@ -214,8 +214,7 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
         )
     for key, values in study.vary.items():
         location = ("vary", key)
-        if isinstance(values, RangeSection):
-            yield from _find_wrong_range(location, values, study)
+        yield from _find_wrong_values(location, values, study)
         if key in FIXED_KEYS or key.split(".")[0] in NO_RESULT:
             yield FieldError(location, "cannot be varied: either it does not change the training, or the study sets it")
         if key.split(".")[0] == "dataset" and key != TRAIN_EXAMPLES_KEY:
@@ -261,7 +260,16 @@ def _find_wrong_sharing(study: Study) -> Iterator[FieldError]:
             yield FieldError(("shares", arm), text + did_you_mean(source, tuned))
 
 
-def _find_wrong_range(location: Location, values: RangeSection, study: Study) -> Iterator[FieldError]:
+def _find_wrong_values(
+    location: Location, values: RangeSection | Sequence[object], study: Study
+) -> Iterator[FieldError]:
+    if not isinstance(values, RangeSection):
+        for number, value in enumerate(values):  # 5e-4 equals 0.0005, but true does not equal 1
+            if any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values[:number]):
+                yield FieldError(
+                    location, f"{show(value)} is given twice: the same training would count as two choices"
+                )
+        return
     if not study.search.is_sampled:
         yield FieldError(
             location, f"{study.search.kind} needs a list of values; search: {{kind: tpe, trials: 12}} takes a range"
