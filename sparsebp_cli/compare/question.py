@@ -9,6 +9,7 @@ from typing import Literal
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import UsageError, did_you_mean
+from sparsebp_cli.run import State
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.metric import METRICS, Metric, find_known
 
@@ -51,8 +52,10 @@ class Question:
 
 def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:
     if wanted is None:
+        dense = find_dense(members)
+        whole = [group for group in dense if any(run.state is State.FINISHED for run in members[group])]
         exact = [group for group, some in members.items() if any(run.exact for run in some)]
-        return next(iter([*find_dense(members), *exact, *members]))
+        return next(iter([*whole, *dense, *exact, *members]))
     for group, some in members.items():
         if wanted in {group, labels[group], *(run.run_id for run in some)}:
             return group

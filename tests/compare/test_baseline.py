@@ -48,6 +48,13 @@ def test_without_a_dense_run_or_with_several_the_baseline_is_named(make_run: Mak
     assert not any("groups are dense" in text for text in asked.warnings)
 
 
+def test_a_dense_group_of_which_no_run_finished_is_not_the_baseline(make_run: MakeRun) -> None:
+    lost = make_run("high", end="failed", text="diverged: loss is nan", training={"learning_rate": 1e-2})
+    runs = [lost, make_run("low", training={"learning_rate": 1e-4}), make_run("other", **TOPK)]
+    assert [group.label for group in compare_runs(runs).groups if group.baseline] == ["low"]
+    assert [group.label for group in compare_runs([lost, runs[2]]).groups if group.baseline] == ["high"]
+
+
 def test_a_study_that_is_not_over_says_what_its_statements_wait_for(make_run: MakeRun) -> None:
     runs = [make_run("plain", seed, loss=3.0 + seed / 100) for seed in range(3)]
     runs += [make_run("other", seed, **TOPK, loss=3.1 + seed / 99) for seed in range(3)]
