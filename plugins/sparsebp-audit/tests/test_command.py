@@ -202,3 +202,17 @@ def test_what_cannot_be_audited_is_refused_before_anything_starts(tmp_path: Path
     assert "did you mean: bash train.sh?" in _refusal("--", "train.sh")
     with pytest.raises(AssertionError):
         _refusal("--help")
+
+
+def test_an_error_of_the_recipe_or_of_a_script_is_the_only_complaint(run_audit: Audit, tmp_path: Path) -> None:
+    done = run_audit(ROOT / "recipes" / "start" / "python-docs.yaml", "--set", "dataset.format=completion")
+    errors = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "audit: "))]
+    assert (done.returncode, len(errors)) == (2, 1)
+    assert errors[0].startswith("error: the dataset has no column 'prompt'")
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nraise SystemExit(3)\n", encoding="utf-8")
+    done = run_audit("--", sys.executable, script)
+    assert (done.returncode, done.stderr.splitlines()[-1].partition(" ended ")[2]) == (
+        3,
+        "with 3 before its first backward pass",
+    )

@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparsebp_audit.verb.script_line import describe_change, find_change
+from sparsebp_cli.errors import UnsupportedError
+
 Audit = Callable[..., subprocess.CompletedProcess[str]]
 SCRIPT = """
 import tempfile
@@ -77,3 +80,19 @@ def test_the_changed_script_trains_to_the_same_weights_with_less_work(tmp_path: 
     assert "gradient compared with the plain one in" in engine.notes["packing"]
     # The first step is compared with a plain one, and the trainer counts its work; all others have less.
     assert packed_flops < 0.75 * plain_flops
+
+
+def test_a_loop_of_its_own_gets_the_lines_for_a_loop(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "for batch in batches:\n    value = model(**batch).loss\n    value.backward()\n", encoding="utf-8"
+    )
+    where, line = describe_change(script)
+    assert where == f"write by hand, before the loop, and in line 3 of {script}"
+    attach = 'import sparsebp_cli as sbp; engine = sbp.attach(model, "lossless", optimizer=optimizer)'
+    assert line == f"{attach}; engine.backward(value)"
+    with pytest.raises(UnsupportedError, match=r"engine.backward\(value\) in line 3; for a trainer: write by hand"):
+        find_change(script)
+    for other in ("accelerator.backward(loss)\n", "f(trainer)\n", SCRIPT.replace("trainer.train()", "")):
+        script.write_text(other, encoding="utf-8")
+        assert describe_change(script)[0] == "write by hand, after the line that creates the trainer"

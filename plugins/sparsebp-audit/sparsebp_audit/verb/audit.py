@@ -124,7 +124,8 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         )
     if audited.report is None and not audited.exit_code:
         raise UsageError(audited.why_no_report)
-    if audited.report is None:
+    if audited.report is None and not (is_recipe and audited.exit_code == UsageError.exit_code):
+        # A recipe's worker has printed what is wrong with recipe or data.
         print_line(f"audit: {audited.why_no_report}", stderr=True)
     is_written = not write or _write_line(audited, quiet=output is Output.JSON)
     if audited.exit_code or not is_written:

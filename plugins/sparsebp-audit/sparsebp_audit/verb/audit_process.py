@@ -97,6 +97,8 @@ def _why_no_report(found: Path, command: list[str], code: int, steps: int) -> st
     seen = max((int(file.read_text(encoding="utf-8")) for file in found.glob("steps-*")), default=0)
     if seen:
         return f"{name} ended with exit code {code} after {seen} of {steps} steps, before it could write its report"
+    if any(found.glob("idle-*")) and code:
+        return f"{name} ended with exit code {code} before its first backward pass"
     if any(found.glob("idle-*")):
         return f"the audit saw no backward pass of {name}: there is nothing to audit"
     nothing = "ran no Python that the audit could watch (python -I, -E and -S disable the audit)"

@@ -22,6 +22,7 @@ from sparsebp_cli.run import durable
 LIBRARIES = {"transformers", "trl"}
 OURS = "sparsebp_cli"
 BY_HAND = "write by hand, after the line that creates the trainer"
+ATTACH = 'engine = sbp.attach(model, "lossless", optimizer=optimizer)'
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -103,6 +104,11 @@ def describe_change(file: Path | None) -> tuple[str, str]:
         added = [] if file is None else find_change(file).diff().splitlines()[2:]
     except UnsupportedError:
         added = []
+        if file is not None and (loop := _find_loop(file)) is not None:
+            return (
+                f"write by hand, before the loop, and in line {loop[0]} of {file}",
+                f"import {OURS} as sbp; {ATTACH}; {loop[1]}",
+            )
     line = "; ".join(line[1:].strip() for line in added if line.startswith("+"))
     return (f"`--write` puts into {file}", line) if line else (BY_HAND, _write_call("trainer"))
 
@@ -188,15 +194,31 @@ def _find_place(file: str, tree: ast.Module) -> ScriptPlace:
 def _count(tree: ast.Module, lines: list[int]) -> str:
     if lines:
         return f"makes {len(lines)} trainers, in lines {', '.join(map(str, lines))}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
-            loss = ast.unparse(node.func.value)
-            return (
-                "makes no trainer of transformers or trl; for the loop of its own, write by hand engine = sbp.attach("
-                f'model, "lossless", optimizer=optimizer) before it and engine.backward({loss}) in line {node.lineno}; '
-                "for a trainer"
-            )
+    if (found := _find_backward(tree)) is not None:
+        return (
+            f"makes no trainer of transformers or trl; for the loop of its own, write by hand {ATTACH} before it and "
+            f"{found[1]} in line {found[0]}; for a trainer"
+        )
     return "makes no trainer of transformers or trl"
+
+
+def _find_backward(tree: ast.Module) -> tuple[int, str] | None:
+    """Return the line of the first ``LOSS.backward()``, and the call that takes its place."""
+    for node in ast.walk(tree):
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
+        if is_method and node.func.attr == "backward":  # with an argument it is another's, such as an accelerator's
+            return node.lineno, f"engine.backward({ast.unparse(node.func.value)})"
+    return None
+
+
+def _find_loop(file: Path) -> tuple[int, str] | None:
+    """Return the backward pass of a script that makes no trainer; None if it makes one, or cannot be read."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    classes = _Classes(tree, [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)])
+    return None if any(_read_scope(scope, classes).made for scope in _walk_scopes(tree)) else _find_backward(tree)
 
 
 def _assigned(statement: ast.stmt, call: ast.Call) -> str | None:
