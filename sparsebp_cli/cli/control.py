@@ -9,6 +9,7 @@ import typer
 
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.answer.run_record import RunLog
+from sparsebp_cli.cli.exit_code import NOT_FINISHED
 from sparsebp_cli.cli.follow import describe_end, follow_all, make_outcome, make_outcomes, print_end, watch
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Detach, Format, ManyRuns, OneRun
@@ -118,10 +119,14 @@ def cancel(
     for folder in reversed(find_all(runs)):  # stop the last first, so that a queue starts none in between
         ask_target(folder)
         before = folder.state()
-        text = f"is {before} already" if before.over else str(reattach(folder).cancel(grace))
+        state = before if before.over else reattach(folder).cancel(grace)
+        text = f"is {before} already" if before.over else str(state)
+        if not state.over:
+            text = f"is {state}: its target does not answer; the run stops when the target answers again"
         print_line(f"{folder.run_id} {text}")
-        stopped.append(make_outcome(folder, text=text))
+        stopped.append(make_outcome(folder, 0 if state.over else NOT_FINISHED, text=text))
     tell(make_outcomes(stopped[::-1]), output, lambda _: None)  # each was printed when it had stopped
+    raise typer.Exit(max(outcome.exit_code for outcome in stopped))
 
 
 def logs(

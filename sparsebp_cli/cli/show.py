@@ -106,7 +106,9 @@ def _print(found: RunFacts, folder: RunFolder, history: History, *, everything: 
     head: list[RenderableType] = [summarise(folder, history, everything=everything, names_folder=True)]
     head += [f"tags: {', '.join(found.labels['tags'])}"] if found.labels["tags"] else []
     head += [f"note: {found.labels['note']}"] if found.labels["note"] else []
-    head += [f"{end['status']}: {end['text']}" for end in found.ends[-1:] if end["text"]]
+    # The last end is of an earlier attempt if the run was resumed and has not ended again.
+    ends = [] if folder.ended() is None else found.ends[-1:]
+    head += [f"{end['status']}: {end['text']}" for end in ends if end["text"]]
     notes = sorted(found.notes, key=lambda note: note.level != "warning")
     texts = [note.text if note.level == "detail" else f"{note.level}: {note.text}" for note in notes]
     if not everything:

@@ -101,7 +101,7 @@ def _complete(recipe: dict[str, object]) -> dict[str, object]:
 
 
 def _flatten(content: Mapping[str, object]) -> dict[str, str]:
-    return {field: json.dumps(value, sort_keys=True) for field, value in _leaves(content, "")}
+    return {field: json.dumps(value, sort_keys=True, ensure_ascii=False) for field, value in _leaves(content, "")}
 
 
 def _leaves(content: object, field: str) -> Iterator[tuple[str, object]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from sparsebp_cli.cli.follow import print_end
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.run import JournalWriter, RunFolder, State, read
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.local import LocalJob
@@ -46,6 +48,32 @@ def test_what_changed_is_a_table_and_exit_code_2(run: RunFolder, capsys: pytest.
     assert ["field", "then", "now"] in shown
     assert ["training.seed", "0", "7"] in shown
     assert ["data", '"ab"', '"cd"'] in shown
+
+
+def test_what_changed_is_shown_as_it_was_written() -> None:
+    then, now = Seal({"dataset": {"name": "h\u00f6ren.txt"}}, {}), Seal({"dataset": {"name": "sehen.txt"}}, {})
+    assert [(change.then, change.now) for change in then.changes(now)] == [('"h\u00f6ren.txt"', '"sehen.txt"')]
+
+
+def test_show_tells_how_the_last_attempt_ended_and_not_an_earlier_one(call: Cli, run: RunFolder) -> None:
+    end(run, State.FAILED)
+    assert "failed: it says why" in call("show", run.run_id).stdout
+    with JournalWriter(run.path) as journal:
+        journal.write("attempt", from_step=3, environment={})
+    assert "it says why" not in call("show", run.run_id).stdout
+
+
+def test_cancel_of_a_run_whose_target_does_not_answer_does_not_end_with_0(
+    call: Cli, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.path / "journal.jsonl").write_text("")
+    job = SimpleNamespace(cancel=lambda _: State.UNREACHABLE)
+    monkeypatch.setattr("sparsebp_cli.cli.control.reattach", lambda _: job)
+    done = call("cancel", run.run_id)
+    assert done.returncode == 101
+    assert done.stdout == (
+        f"{run.run_id} is unreachable: its target does not answer; the run stops when the target answers again\n"
+    )
 
 
 def test_an_allowed_change_is_written_for_the_next_attempt(
