@@ -124,7 +124,7 @@ def init(
         model = model or typer.prompt("Model (installed name, hub id or path)", default="austen-llama")
         usual = default_data(task)
         data = data or typer.prompt("Data (installed name, hub id, file or folder)", default=usual)
-    names = None if columns is None else [name.strip() for name in columns.split(",")]
+    names = None if columns is None else columns.split(",")
     data = None if data is None else _absolute(data)
     files = make_starter(folder, task, _absolute(model or "austen-llama"), data, names)
     _check_recipes(files)

@@ -171,6 +171,8 @@ def test_every_recipe_of_a_starter_folder_is_valid(call: Cli, tmp_path: Path, ro
             {"columns": {"user": ["instruction", "input"], "assistant": "output"}},
         ),
         ("chat", [{"q": "say", "a": "word"}], "q,a", {"columns": {"user": "q", "assistant": "a"}}),
+        ("chat", [{"q": "say", "a": "word"}], "q, a", {"columns": {"user": "q", "assistant": "a"}}),
+        ("chat", [{"q": "say", " a": "word"}], "q, a", {"columns": {"user": "q", "assistant": " a"}}),
         (
             "completion",
             [{"question": "say", "reply": " word"}],

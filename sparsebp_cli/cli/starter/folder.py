@@ -76,11 +76,10 @@ def name_columns(task: Task, names: Sequence[str]) -> dict[str, object]:
     return {"columns": renamed} if renamed else {}
 
 
-def find_columns(task: Task, data: str) -> dict[str, object]:
-    """Return the ``dataset`` keys for columns with usual names, guessed from the first rows on this machine."""
+def _read_names(data: str) -> dict[str, None]:
+    """Return the columns of the first rows, in order; none if the data are not on this machine or not readable."""
     from sparsebp_cli.recipe.schema import DatasetSection
     from sparsebp_cli.source import DATASETS, find_source
-    from sparsebp_cli.source.column import find_readings
     from sparsebp_cli.source.split import find_splits, take_rows
 
     try:
@@ -90,11 +89,19 @@ def find_columns(task: Task, data: str) -> dict[str, object]:
         rows = take_rows(find_splits(section), section.split, ROWS_READ)
     except SparseBPError:
         return {}  # checking the recipes reports what is wrong
-    names = dict.fromkeys(name for row in rows for name in row)
+    return dict.fromkeys(name for row in rows for name in row)
+
+
+def find_columns(task: Task, data: str, names: Collection[str]) -> dict[str, object]:
+    """Return the ``dataset`` keys for columns with usual names, guessed from the names of all columns."""
+    from sparsebp_cli.source.column import find_readings
+
+    if not names:
+        return {}
     for keys in find_readings(names):
         if keys["format"] == task.value:
             return {name: value for name, value in keys.items() if name != "format"}
-    if names.keys() >= set(WANTED[task.value]):
+    if set(names) >= set(WANTED[task.value]):
         return {}
     raise UsageError(f"{data} has the columns {', '.join(names)}; {_advise(task, names)}")
 
@@ -143,8 +150,10 @@ def make_starter(
         more.append("chat_template: chat.jinja  # leave it out for a model that has its own")
     if task is Task.CHAT and data != default_data(task) and not is_own:
         length = LENGTH_OF_OWN_CHATS
-    given = columns or (OF_GLUE if task is Task.GLUE else ())
-    keys = name_columns(task, given) if given else find_columns(task, data)
+    names = _read_names(data)
+    # Spaces around a name belong to it only if the data have such a column.
+    given = [name if name in names else name.strip() for name in columns or (OF_GLUE if task is Task.GLUE else ())]
+    keys = name_columns(task, given) if given else find_columns(task, data, names)
     found = "" if given else "  # found in the data"
     more += [f"{write_keys({key: value})}{found}" for key, value in keys.items()]
     held_out = "eval_split: validation" if task is Task.GLUE else "eval_fraction: 0.1"
