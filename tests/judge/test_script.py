@@ -293,7 +293,8 @@ def test_a_script_outlives_no_judge_for_long(repository: Path, start: Start, cli
     assert read_log(tmp_path)[0][1] == second[1]
     judge.send_signal(signal.SIGINT)
     out, err = judge.communicate(timeout=120)
-    assert (judge.returncode, json.loads(out)["outcome"]) == (11, "not shown")
+    told = json.loads(out)
+    assert (judge.returncode, told["exit_code"], told["outcome"]) == (130, 130, "not shown")
     assert "stopping the running trials; run the same command again to continue" in err
     assert not psutil.pid_exists(second[3])
     (tmp_path / "hold").unlink()

@@ -98,6 +98,16 @@ def test_a_budget_ends_it_early_and_a_larger_one_goes_on(file: Path) -> None:
     assert more.to_facts()["answered"] is True
 
 
+def test_a_signal_that_leaves_a_question_open_gives_the_exit_code(file: Path) -> None:
+    session = make_session(file, BETTER)
+    session.is_stopped = True
+    parts = (session.proposal, session.run(), session.book, session.ledger, session.terms)
+    assert [JudgeAnswer(*parts).exit_code, JudgeAnswer(*parts, 143).exit_code] == [11, 143]
+    decided = make_session(file, BETTER)
+    parts = (decided.proposal, decided.run(), decided.book, decided.ledger, decided.terms)
+    assert JudgeAnswer(*parts, 143).exit_code == 0
+
+
 def test_another_effect_margin_or_worst_case_is_refused_once_asked(file: Path) -> None:
     answer(make_session(file, WORSE))
     with pytest.raises(UsageError, match=r"this comparison began with --effect none"):

@@ -97,7 +97,7 @@ class Judgement(Answer):
     more_seeds: int | None
     """Estimated number of further seeds that would keep the candidate; null if unknown."""
     exit_code: int
-    """0, 10, 11 or 12, depending on the outcome."""
+    """0, 10, 11 or 12, depending on the outcome; 130 or 143 if a signal left the question open."""
     metric: str
     """The deciding metric."""
     better: str

@@ -64,7 +64,12 @@ class JudgeAnswer:
     book: Book
     ledger: Ledger
     terms: Terms | None  # None: for the test split
-    is_stopped: bool = False  # a signal stopped it
+    signal_code: int = 0  # the exit code for the signal that stopped it: 130 or 143; 0 without one
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped it."""
+        return self.signal_code != 0
 
     @property
     def outcome(self) -> Outcome:
@@ -75,8 +80,11 @@ class JudgeAnswer:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command."""
-        return EXIT_CODES[self.outcome]
+        """Exit code of the command. That of a signal only if it left the question open."""
+        is_open = self.question.outcome is None
+        if self.terms is None:
+            is_open = self.test is None or self.test.pairs != TEST_PAIRS
+        return self.signal_code if self.is_stopped and is_open else EXIT_CODES[self.outcome]
 
     @property
     def reason(self) -> str:

@@ -210,7 +210,7 @@ def _judge(arms: Arms[Any], terms: Terms | None) -> JudgeAnswer:
         unlimited = Terms(QuestionBudget(float("inf"), "flops"))  # the test split has a fixed number of pairs
         session = JudgeSession(arms, terms or unlimited, ledger, lambda: _wait(session, interrupts))
         question = session.run() if terms is not None else session.open_test()
-    answer = JudgeAnswer(proposal, question, session.book, ledger, terms, session.is_stopped)
+    answer = JudgeAnswer(proposal, question, session.book, ledger, terms, interrupts.exit_code)
     answer.save()
     return answer
 
