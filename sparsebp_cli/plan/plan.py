@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -29,12 +30,16 @@ from sparsebp_cli.source.conversation import read_template
 # Runs that differ only in these keys belong to one group.
 OUTSIDE_GROUP = {"name": True, "target": True, "tracking": True, "checkpoint": True, "training": {"seed"}}
 
-# Keys added after some stored runs: they are left out of the hash when null, so that old groups keep their hash.
-LATER_DATASET_KEYS = ("held_out",)
-LATER_MODEL_KEYS = ("peft", "adapter")
+# Keys that group ids contain even if null. The list is closed: a new key is null by default, and ids leave it out then.
+HASHED_NULLS = {
+    "model": "name config tokenizer revision dropout float8 quantization lora",
+    "dataset": "subset revision eval_split test_split test_fraction chat_template max_examples max_train_examples",
+    "backward": "eager_clip segments",
+    "training": "max_flops max_grad_norm weight_decay group_by",
+    "measure": "eval_examples per_device_eval_batch_size probe_every fidelity_every",
+    "measure.generate": "every",
+}
 FIRST_LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules")
-LATER_MEASURE_KEYS = ("generate", "metric")
-LATER_TRAINING_KEYS = ("num_train_epochs", "early_stopping_patience", "weight_decay_of", "lr_scheduler_kwargs")
 
 
 class Plan(BaseModel):
@@ -87,30 +92,28 @@ def _tell_version(file: Path) -> str:
 def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
+    for path, nulls in HASHED_NULLS.items():
+        section = _find_section(content, path)
+        for key in [key for key, value in section.items() if value is None and key not in nulls.split()]:
+            del section[key]
     content["dataset"] = unfold_columns(content["dataset"])
     for path, default in GONE.items():
-        *sections, key = path.split(".")
-        section: Any = content
-        for name in sections:
-            section = section and section.get(name)
-        if section is not None and sections != ["model", "lora"]:
+        place, _, key = path.rpartition(".")
+        if place != "model.lora" and path != "dataset.held_out" and (section := _find_section(content, place)):
             section[key] = default  # keeps the ids of old groups
     if (warmup := content["training"]["warmup_steps"]) and warmup < 1:  # a fraction was a key of its own
         content["training"] |= {"warmup_steps": 0, "warmup_ratio": warmup}
-    later_keys = {
-        "dataset": LATER_DATASET_KEYS,
-        "model": LATER_MODEL_KEYS,
-        "measure": LATER_MEASURE_KEYS,
-        "training": LATER_TRAINING_KEYS,
-    }
-    for section, later in later_keys.items():
-        content[section] = {k: v for k, v in content[section].items() if v is not None or k not in later}
     if (lora := content["model"]["lora"]) is not None:
         usual = LoraSection().model_dump(mode="json")
         content["model"]["lora"] = {k: v for k, v in lora.items() if k in FIRST_LORA_KEYS or v != usual[k]}
     if (processes := recipe.target.options.get("processes", 1)) > 1:  # processes multiply the examples of each step
         content["target"] = {"processes": processes}
     return content
+
+
+def _find_section(content: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a section of a recipe by its dotted path; empty if it is absent or null."""
+    return reduce(lambda section, name: section.get(name) or {}, path.split("."), content)
 
 
 def content_hash(content: object) -> str:

@@ -116,7 +116,11 @@ def test_a_plan_of_a_later_version_is_refused_with_the_key_and_both_versions(tmp
 
 
 def test_the_group_of_a_plan_is_that_of_earlier_versions() -> None:
-    assert Plan(recipe=recipe()).group == "78ffe9d3a123", "a new key? Name it in LATER_..._KEYS of plan/plan.py"
+    assert Plan(recipe=recipe()).group == "78ffe9d3a123", "a new key? Its default must be null"
+
+
+def test_the_group_of_a_plan_with_generated_texts_is_that_of_earlier_versions() -> None:
+    assert Plan(recipe=recipe(measure={"generate": {}})).group == "e214bdea5c82", "a new key? Its default must be null"
 
 
 def test_the_group_of_a_plan_with_a_quantised_base_is_that_of_earlier_versions() -> None:
