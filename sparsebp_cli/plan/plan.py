@@ -7,7 +7,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,7 +22,7 @@ from sparsebp_cli.recipe.loader import rename_in_plan
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
 from sparsebp_cli.run import durable
 from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded, read_json
-from sparsebp_cli.run.stored_recipe import GONE, unfold_columns
+from sparsebp_cli.run.stored_recipe import GONE, find_section, unfold_columns
 from sparsebp_cli.source import DATASETS, MODELS, find_path
 from sparsebp_cli.source.conversation import read_template
 
@@ -93,13 +92,13 @@ def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
     for path, nulls in HASHED_NULLS.items():
-        section = _find_section(content, path)
+        section = find_section(content, path)
         for key in [key for key, value in section.items() if value is None and key not in nulls.split()]:
             del section[key]
     content["dataset"] = unfold_columns(content["dataset"])
     for path, default in GONE.items():
         place, _, key = path.rpartition(".")
-        if place != "model.lora" and path != "dataset.held_out" and (section := _find_section(content, place)):
+        if place != "model.lora" and path != "dataset.held_out" and (section := find_section(content, place)):
             section[key] = default  # keeps the ids of old groups
     if (warmup := content["training"]["warmup_steps"]) and warmup < 1:  # a fraction was a key of its own
         content["training"] |= {"warmup_steps": 0, "warmup_ratio": warmup}
@@ -109,11 +108,6 @@ def group_content(recipe: Recipe) -> dict[str, object]:
     if (processes := recipe.target.options.get("processes", 1)) > 1:  # processes multiply the examples of each step
         content["target"] = {"processes": processes}
     return content
-
-
-def _find_section(content: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a section of a recipe by its dotted path; empty if it is absent or null."""
-    return reduce(lambda section, name: section.get(name) or {}, path.split("."), content)
 
 
 def content_hash(content: object) -> str:

@@ -90,16 +90,20 @@ def rename_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(dataset, dict):
         _fold_columns(dataset)
     for path, default in GONE.items():
-        *sections, key = path.split(".")
-        part: Any = known
-        for section in sections:
-            part = part.get(section) if isinstance(part, dict) else None
-        if not isinstance(part, dict) or key not in part:
+        place, _, key = path.rpartition(".")
+        if key not in (part := find_section(known, place)):
             continue
         value = part.pop(key)
         if value != default and path not in WITHOUT_EFFECT and isinstance(dataset, dict):
             dataset["split"] = f"{dataset.get('split', 'train')}{MARK}{path}: {json.dumps(value)}"
     return known
+
+
+def find_section(recipe: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a section of a recipe by its dotted path; empty if it is absent or null."""
+    for name in path.split("."):
+        recipe = part if isinstance(part := recipe.get(name), dict) else {}
+    return recipe
 
 
 def _replace_batches(recipe: dict[str, Any]) -> None:
