@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from statistics import fmean
 from typing import Literal, TypeVar
 
@@ -61,22 +62,14 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
     device, process = _largest(runs, metric.PEAK_ALLOCATED_BYTES), _largest(runs, metric.PEAK_RESIDENT_BYTES)
     peak_of: Literal["device", "process", ""] = "device" if device else "process" if process else ""
     held = metric.PEAK_ALLOCATED_BYTES if device else metric.STEP_PEAK_BYTES
+    reducers = {"largest": _largest, "median": _median}
     return Cost(
         held_bytes=_largest(runs, held),
         held_ratio=_ratio(runs, baseline, lambda run: _largest([run], held)),
         peak_bytes=device or process,
         peak_of=peak_of,
-        weight_bytes=_largest(runs, metric.WEIGHT_BYTES),
-        gradient_bytes=_largest(runs, metric.GRADIENT_BYTES),
-        optimizer_bytes=_largest(runs, metric.OPTIMIZER_BYTES),
-        saved_bytes=_largest(runs, metric.SAVED_BYTES),
-        executed_flops=_median(runs, metric.BACKWARD_EXECUTED),
-        dense_flops=_median(runs, metric.BACKWARD_DENSE),
         claimed_flops=_claimed_flops(runs),
-        kept_share=_median(runs, metric.KEPT_SHARE),
-        cosine=_median(runs, metric.COSINE),
-        relative_error=_median(runs, metric.RELATIVE_ERROR),
-        noise_ratio=_median(runs, metric.NOISE_RATIO),
+        **{f.name: reducers[f.metadata["how"]](runs, f.metadata["metric"]) for f in fields(Cost) if f.metadata},
     )
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 from sparsebp_cli.compare.margin import NotWorse
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
+from sparsebp_cli.run import metric
+from sparsebp_cli.run.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,11 @@ class Speed:
         return abs(self.seconds_ratio.mean / self.cost.mean - 1.0) > CURRENCIES_AGREE
 
 
+def _of_runs(how: Literal["largest", "median"], which: Metric) -> float | None:
+    """Return a field that :func:`~sparsebp_cli.compare.figure.measure_cost` fills from a metric of all runs."""
+    return field(default=None, metadata={"how": how, "metric": which})
+
+
 @dataclass(frozen=True)
 class Cost:
     """The memory and FLOPs of a step, and the fidelity of its gradient.
@@ -207,17 +214,17 @@ class Cost:
     held_ratio: Difference | None = None
     peak_bytes: float | None = None
     peak_of: Literal["device", "process", ""] = ""
-    weight_bytes: float | None = None
-    gradient_bytes: float | None = None
-    optimizer_bytes: float | None = None
-    saved_bytes: float | None = None
-    executed_flops: float | None = None
-    dense_flops: float | None = None
+    weight_bytes: float | None = _of_runs("largest", metric.WEIGHT_BYTES)
+    gradient_bytes: float | None = _of_runs("largest", metric.GRADIENT_BYTES)
+    optimizer_bytes: float | None = _of_runs("largest", metric.OPTIMIZER_BYTES)
+    saved_bytes: float | None = _of_runs("largest", metric.SAVED_BYTES)
+    executed_flops: float | None = _of_runs("median", metric.BACKWARD_EXECUTED)
+    dense_flops: float | None = _of_runs("median", metric.BACKWARD_DENSE)
     claimed_flops: float | None = None
-    kept_share: float | None = None
-    cosine: float | None = None
-    relative_error: float | None = None
-    noise_ratio: float | None = None
+    kept_share: float | None = _of_runs("median", metric.KEPT_SHARE)
+    cosine: float | None = _of_runs("median", metric.COSINE)
+    relative_error: float | None = _of_runs("median", metric.RELATIVE_ERROR)
+    noise_ratio: float | None = _of_runs("median", metric.NOISE_RATIO)
 
 
 @dataclass(frozen=True)
