@@ -214,5 +214,5 @@ def test_an_error_of_the_recipe_or_of_a_script_is_the_only_complaint(run_audit: 
     done = run_audit("--", sys.executable, script)
     assert (done.returncode, done.stderr.splitlines()[-1].partition(" ended ")[2]) == (
         3,
-        "with 3 before its first backward pass",
+        "with exit code 3 before its first backward pass",
     )
