@@ -29,11 +29,10 @@ from sparsebp_cli.errors import DataError, SparseBPError, did_you_mean, is_out_o
 from sparsebp_cli.recipe.schema import ModelSection
 from sparsebp_cli.source import MODELS, find_source, read_config
 from sparsebp_cli.source.architecture import Architecture, find_architecture
-from sparsebp_cli.source.attention import ALWAYS
 from sparsebp_cli.source.rounded import find_rounded
 from sparsebp_cli.source.weight import check_sidecars, check_weights
 from sparsebp_cli.worker.adapter import add_adapters, find_adapter_key
-from sparsebp_cli.worker.quantization import load_options, quantize_without_data, settle
+from sparsebp_cli.worker.quantization import load_options, settle
 
 CLASSES: dict[Architecture, Any] = {
     "causal": AutoModelForCausalLM,
@@ -54,7 +53,7 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
-        raise _explain(f"tokenizer {source}", error) from None
+        raise explain_failure(f"tokenizer {source}", error) from None
     # From a folder with tokenizer_config.json alone, transformers makes an empty tokenizer: texts would have no tokens.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise DataError(
@@ -106,11 +105,10 @@ def build_model(
             if new and tell is not None:
                 tell(f"initialised at random because {section.name} has no classification head: {_list(new)}")
     except Exception as error:
-        raise _explain(f"model {section.name or section.config}", error) from None
+        raise explain_failure(f"model {section.name or section.config}", error) from None
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    _set_decoder_start(model.config, getattr(model, "generation_config", None))
-    return _prepare(model, section, "classifier" if num_labels is not None else architecture)
+    return prepare_model(model, section, "classifier" if num_labels is not None else architecture)
 
 
 def _mend_generation(
@@ -140,30 +138,6 @@ def _tell_rounded(section: ModelSection, source: Path | str, tell: Callable[[str
         )
 
 
-def build_by_config(
-    section: ModelSection,
-    config: PreTrainedConfig,
-    pad_token_id: int,
-    *,
-    architecture: Architecture,
-) -> PreTrainedModel:
-    """Build a recipe's model in training mode, with adapters, from a config of :func:`read_model_config`, without
-    reading weights. Use it on tensors without data, to estimate what the model needs."""
-    # Other implementations need a GPU; on tensors without data they store the same as sdpa.
-    attention = section.attention if section.attention in ALWAYS else "sdpa"
-    options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": attention}
-    if config.pad_token_id is None:
-        config.pad_token_id = pad_token_id
-    try:
-        model = CLASSES[architecture].from_config(config, **options)
-    except Exception as error:
-        raise _explain(f"model {section.name or section.config}", error) from None
-    if section.quantization is not None:
-        quantize_without_data(model, section.quantization)
-    _set_decoder_start(model.config, getattr(model, "generation_config", None))
-    return _prepare(model, section, architecture)
-
-
 def read_model_config(section: ModelSection, vocab_size: int, num_labels: int | None) -> PreTrainedConfig:
     """Return the config of a recipe's model. ``vocab_size`` is used for a config without it. Raise DataError if the
     config cannot be read."""
@@ -177,7 +151,7 @@ def read_model_config(section: ModelSection, vocab_size: int, num_labels: int | 
                 read_config(source)  # refuses one that names code
             config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=False, **labels)
     except Exception as error:
-        raise _explain(f"model {section.name or section.config}", error) from None
+        raise explain_failure(f"model {section.name or section.config}", error) from None
     _set_dropouts(config, section.dropout)
     return config
 
@@ -193,8 +167,9 @@ def _set_decoder_start(config: PreTrainedConfig, generation: GenerationConfig | 
         generation.decoder_start_token_id = config.decoder_start_token_id
 
 
-def _prepare(model: PreTrainedModel, section: ModelSection, architecture: Architecture) -> PreTrainedModel:
+def prepare_model(model: PreTrainedModel, section: ModelSection, architecture: Architecture) -> PreTrainedModel:
     """Return a model ready for training: without a cache, with the recipe's dropout, float8 linears and adapters."""
+    _set_decoder_start(model.config, getattr(model, "generation_config", None))
     model.source_use_cache = model.config.use_cache  # stored in the saved config; read by `save_model`
     model.config.use_cache = False
     if section.dropout is not None:
@@ -215,7 +190,7 @@ def read_architecture(section: ModelSection, data_format: str) -> Architecture:
     try:
         config = _read_config(source, section.revision)
     except Exception as error:
-        raise _explain(f"model {section.name}", error) from None
+        raise explain_failure(f"model {section.name}", error) from None
     try:
         return find_architecture(config.to_dict(), data_format)
     except DataError as error:
@@ -303,10 +278,10 @@ def _adapt(model: PreTrainedModel, section: ModelSection, architecture: Architec
     try:
         return add_adapters(model, section, architecture)
     except Exception as error:
-        raise _explain(f"model.{find_adapter_key(section)}", error) from None
+        raise explain_failure(f"model.{find_adapter_key(section)}", error) from None
 
 
-def _explain(what: str, error: Exception) -> Exception:
+def explain_failure(what: str, error: Exception) -> Exception:
     """Turn an error about an unusual model into one line, because libraries raise many types. Return out-of-memory
     errors unchanged, because they are not the model's fault."""
     if isinstance(error, SparseBPError) or is_out_of_memory(error):

@@ -7,16 +7,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from sparsebp_cli.backward.linear.quantized import FourBitLayout, QuantizedLayout, find_quantized
-from sparsebp_cli.errors import DataError, UnsupportedError
+from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import ModelSection, QuantizationSection
 
 
@@ -40,7 +38,7 @@ def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[st
             text = f"the model's files are already quantised: give type: {found}"
             raise DataError(f"model.quantization: {given.type}: {text}")
         return place
-    return place | {"quantization_config": _make_config(given, getattr(torch, section.dtype))}
+    return place | {"quantization_config": make_config(given, getattr(torch, section.dtype))}
 
 
 def _find_in_files(config: Mapping[str, object]) -> str | None:
@@ -51,7 +49,7 @@ def _find_in_files(config: Mapping[str, object]) -> str | None:
     return str(content.get("bnb_4bit_quant_type")) if content.get("load_in_4bit") else None
 
 
-def _make_config(section: QuantizationSection, dtype: torch.dtype) -> BitsAndBytesConfig | TorchAoConfig:
+def make_config(section: QuantizationSection, dtype: torch.dtype) -> BitsAndBytesConfig | TorchAoConfig:
     if section.type == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
 
@@ -70,43 +68,6 @@ def settle(model: PreTrainedModel) -> None:
             bias.data = bias.data.to(layout.module.compute_dtype)
     if hasattr(model, "hf_device_map"):  # otherwise accelerate refuses to move the model
         del model.hf_device_map
-
-
-def quantize_without_data(model: PreTrainedModel, section: QuantizationSection) -> None:
-    """Replace the linears that loading would quantise by 4-bit linears, on tensors without data. Bytes and scales have
-    the sizes that loading gives them. Raise UnsupportedError for int8: torchao's weights are not tensors without data.
-    """
-    if section.type == "int8":
-        text = "cannot forecast the memory of an int8 model; train with training.max_steps=2 instead"
-        raise UnsupportedError(f"model.quantization: {text}")
-    if find_spec(section.package) is None:
-        raise DataError(
-            f"model.quantization: {section.type} needs {section.package}: pip install 'sparsebp[quantized]'"
-        )
-    from bitsandbytes.functional import quantize_4bit
-    from bitsandbytes.nn import Linear4bit
-
-    quantizer: Any = AutoHfQuantizer.from_config(_make_config(section, model.dtype), pre_quantized=False)
-    plain = dict(model.named_modules())
-    # bitsandbytes' modules start with weights on the device "meta", of a class that does not accept tensors without
-    # data.
-    with _disable_current_modes():
-        quantizer.preprocess_model(model=model, device_map={"": "cpu"})
-    for name, made in model.named_modules():
-        if isinstance(made, Linear4bit):
-            module: Any = made
-            before, options = cast("Any", plain[name]), module.weight
-            packed, module.quant_state = quantize_4bit(
-                before.weight.detach(),
-                compress_statistics=options.compress_statistics,
-                quant_type=options.quant_type,
-                quant_storage=options.quant_storage,
-            )
-            module.weight = nn.Parameter(packed, requires_grad=False)
-            vars(module.weight).update(vars(options) | {"quant_state": module.quant_state, "bnb_quantized": True})
-            module.bias = before.bias
-    quantizer.postprocess_model(model)
-    settle(model)
 
 
 def dequantize(model: PreTrainedModel) -> None:

@@ -29,8 +29,9 @@ from sparsebp_cli.recipe import load_recipe, refuse_unsupported
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.worker.adapter import merge_beside
-from sparsebp_cli.worker.model import build_by_config, build_model, read_model_config
+from sparsebp_cli.worker.model import build_model, read_model_config
 from sparsebp_tools.forecast.fake import pretend
+from sparsebp_tools.forecast.model import build_by_config
 from tests.worker.conftest import LLAMA, start, work
 from tests.worker.test_adapters import LORAS, OPTIONS, gradients
 

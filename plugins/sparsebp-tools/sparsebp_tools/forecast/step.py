@@ -30,7 +30,6 @@ from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
-from sparsebp_cli.worker.model import build_by_config
 from sparsebp_cli.worker.optimizer import build_optimizer
 from sparsebp_cli.worker.policy import attach_policies, make_policies, set_columns
 from sparsebp_cli.worker.probe import SQUARES
@@ -38,6 +37,7 @@ from sparsebp_cli.worker.reference import Reference
 from sparsebp_tools.forecast.depth import shorten
 from sparsebp_tools.forecast.fake import FakeRecord, StandIns, pretend
 from sparsebp_tools.forecast.material import Material
+from sparsebp_tools.forecast.model import build_by_config
 from sparsebp_tools.forecast.record import Parts, StepForecast
 from sparsebp_tools.memory.curve import PHASES, MemoryCurve, MemoryPoint
 from sparsebp_tools.memory.watch import MemoryWatch
