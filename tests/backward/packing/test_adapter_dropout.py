@@ -157,7 +157,7 @@ def test_a_comparison_leaves_what_waits_for_its_backward(verify: str) -> None:
 
 
 @pytest.mark.parametrize("verify", ["first", "never"])
-def test_trial_passes_leave_the_buffers_of_spectral_norm_as_one_plain_step_does(verify: str) -> None:
+def test_trial_passes_leave_buffers_as_a_plain_step_does(verify: str) -> None:
     model = tiny_decoder("llama").train()
     for module in [module for module in model.modules() if isinstance(module, nn.Linear)][:4]:
         nn.utils.parametrizations.spectral_norm(module)
