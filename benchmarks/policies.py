@@ -11,21 +11,26 @@ is trained, so `lossless` has next to nothing to leave out: its row is what atta
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from dropbp import CHECKPOINTING, Ways, main
+from dropbp import CHECKPOINTING, ROOT, Ways, main
+
+sys.path.append(str(ROOT))  # of the tests, which know what policies there are
+
+from tests.guess import guess_required, sites_of
+from tests.plugin import find_ours
 
 BEGIN: dict[str, Any] = {"start": 0.0, "end": 1.0, "interrupt": 0}
-NODES: dict[str, Any] = {"attach": {"sites": "nodes"}}
 HEAD: dict[str, Any] = {"attach": {"exclude": ["lm_head"]}}
 
-WAYS: Ways = {
+# Policies at the numbers of their publications, or in several forms.
+NAMED: Ways = {
     "dense": {},
     CHECKPOINTING: {},
     "dense, engine": {"name": "dense"},
     "crs 0.25": {"name": "crs", "keep": 0.25, **HEAD},
     "crs 0.25 uniform": {"name": "crs", "keep": 0.25, "by": "uniform", **HEAD},
-    "dropbp 0.5": {"name": "dropbp", "keep": 0.5},
     "frozen, BAdam": {
         "name": "frozen",
         "turn": "layers",
@@ -33,31 +38,38 @@ WAYS: Ways = {
         "optimizer_state": "drop",
         "every": 5,
     },
-    "compact 0.25": {"name": "compact"},
-    "dither": {"name": "dither", **HEAD},
     "frozen, LISA": {"name": "frozen", "turn": "layers", "order": "independent", "at_once": 2, "every": 5},
-    "gact 4 bits": {"name": "gact", "bits": 4},
     "grades": {"name": "grades", "threshold": 0.0},
     "importance 1/3": {"name": "importance", "threshold": 0.0},
-    "layerdrop 0.8": {"name": "layerdrop"},
-    "lossless": {"name": "lossless"},
-    "max-child": {"name": "max-child", **NODES},
-    "mvue 2:4": {"name": "mvue", **HEAD},
     "random 0.25": {"name": "random", "keep": 0.25, **HEAD},
-    "random-child": {"name": "random-child", **NODES},
     "selective-backprop": {"name": "selective-backprop", "keep": 0.5, **BEGIN},
     "sketch 0.2": {"name": "sketch", "keep": 0.2},
     "subnet 0.1 rows": {"name": "subnet", "by": "random"},
     "tokens 0.25 detach": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "detach"},
     "topk 0.25": {"name": "topk", "keep": 0.25, **HEAD},
     "uniform 0.5": {"name": "uniform", "keep": 0.5, **BEGIN},
-    "vcas, before control": {"name": "vcas", **HEAD},
     "velora 32": {"name": "velora", "where": ["*v_proj", "*down_proj"]},
     "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
 }
 LEFT_OUT = {
     "rho": "a step is that of uniform, and half of that of a reference, whose losses may be cached",
 }
+
+
+def _make_ways() -> Ways:
+    """Return the ways above, and one of each other policy of the package, with the options that it requires."""
+    named = LEFT_OUT.keys() | {way["name"] for way in NAMED.values() if way}
+    ways = dict(NAMED)
+    for name, found in find_ours().items():
+        if name not in named:
+            options = guess_required(found.policy_class)
+            at_sites = {"EdgeRouter": {"attach": {"sites": sites_of(found)}}, "GradientSelector": HEAD}
+            label = " ".join([name, *map(str, options.values())])
+            ways[label] = {"name": name, **options, **at_sites.get(found.kind, {})}
+    return ways
+
+
+WAYS = _make_ways()
 
 if __name__ == "__main__":
     main("policies", WAYS, __doc__)

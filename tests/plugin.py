@@ -9,6 +9,7 @@ from sparsebp_cli.policy import FoundPolicy, find_policies
 from sparsebp_cli.policy.shelf import MOVED
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
+PACKAGES = {"sparsebp", *(file.parent.name for file in PLUGINS.glob("*/pyproject.toml"))}
 SHELF_TESTS = PLUGINS / "sparsebp-shelf" / "tests"
 
 
@@ -19,6 +20,14 @@ def find_ours() -> dict[str, FoundPolicy]:
     """
     policies = find_policies().items()
     return {name: found for name, found in policies if found.source.split()[0] == "sparsebp" or name in MOVED}
+
+
+def find_packaged() -> dict[str, FoundPolicy]:
+    """Return the policies by name that packages of this repository have, as far as they are installed.
+
+    What tests say of each of them need not hold for a package of somebody else, which is installed here too.
+    """
+    return {name: found for name, found in find_policies().items() if found.source.split()[0] in PACKAGES}
 
 
 def write_metadata(plugin: Path, folder: Path) -> None:

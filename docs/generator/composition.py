@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -171,12 +171,8 @@ def _pairs(ways: ModuleType) -> list[str]:
 
 
 def _load(name: str) -> ModuleType:
-    """Load a module from its file among the tests, which are no package of the documentation."""
-    file = Path(__file__).resolve().parents[2] / "tests" / "composition" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"composition_{name}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
+    """Import a module of the tests, which are no package of the documentation."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    return importlib.import_module(f"tests.composition.{name}")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebp_cli.policy.discovery import find_policies
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import State
 from sparsebp_cli.worker.model import build_model, build_tokenizer
@@ -87,8 +86,3 @@ def test_a_killed_run_of_policies_that_the_commit_draws_ends_as_if_left_alone(
         assert not found, (way, found)
     record_property("trials", kills)
     assert kills
-
-
-def test_every_registered_policy_is_killed() -> None:
-    named = {entry["name"] for given in WAYS.values() for entry in given.get("policy", ())}
-    assert set(find_policies()) <= named

@@ -1,9 +1,11 @@
-"""Ways to train in which a run is interrupted: every registered policy, and what else has state of its own."""
+"""Ways to train in which a run is interrupted: every policy of this package, and what else has state of its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from tests.guess import guess_required, sites_of
+from tests.plugin import find_ours
 from tests.worker.conftest import LLAMA
 
 Sections = dict[str, Any]
@@ -18,7 +20,7 @@ _NO_DROPOUT = {"model": {"config": LLAMA}}  # what is refused with these policie
 _TURNS = {"freeze": ["model.embed_tokens", "model.norm"], "turn": "layers", "every": 3}
 _LORA = {"lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
 
-WAYS: dict[str, Sections] = {
+_NAMED: dict[str, Sections] = {
     "dense": _policy("dense"),
     "dense accumulated": _policy("dense") | {"training": {"gradient_accumulation_steps": 2, "max_steps": 40}},
     "topk rows": _policy("topk", keep=0.3, along="rows"),
@@ -50,7 +52,6 @@ WAYS: dict[str, Sections] = {
     "compact": _policy("compact", keep=0.5),
     "compact with its optimizer": _policy("compact", keep=0.5, interval=3) | {"training": {"optim": "compact"}},
     "velora": _policy("velora", group=4),
-    "dither": _policy("dither"),
     "lossless": _policy("lossless") | _NO_DROPOUT,
     "frozen": _policy("frozen", freeze=["*.layers.0.*"]),
     "frozen in turn, at random": _policy("frozen", order="random", **_TURNS),
@@ -74,3 +75,16 @@ WAYS: dict[str, Sections] = {
     "adapters": _policy("random", keep=0.5, along="rows") | {"model": _LORA},
     "lora-fa": _policy("frozen", freeze=["*lora_A*"]) | {"model": _LORA, "training": {"optim": "lora-fa"}},
 }
+
+
+def _with_others(ways: dict[str, Sections]) -> dict[str, Sections]:
+    """Add each policy of this package that no way names, with the options that it requires."""
+    named = {entry["name"] for given in ways.values() for entry in given.get("policy", ())}
+    others = {name: found for name, found in find_ours().items() if name not in named}
+    return ways | {
+        name: _policy(name, **guess_required(found.policy_class)) | (_NODES if sites_of(found) == "nodes" else {})
+        for name, found in others.items()
+    }
+
+
+WAYS = _with_others(_NAMED)

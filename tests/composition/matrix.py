@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sparsebp_cli.policy import EdgeRouter, FoundPolicy, InformedSelector, Stateful, make_policy
+from tests.guess import guess_required
+from tests.plugin import find_ours
+
+AT_SITES = ("GradientSelector", "EdgeRouter")  # kinds of policies that are asked at sites
 SITES = ("linears", "nodes")
 COMPOSITIONS = {
     "accumulation": "gradients of two micro-batches added up",
@@ -58,19 +64,38 @@ def _structured(policy: str, **more: Any) -> list[Entry]:
     ]
 
 
-ENTRIES = (
-    Entry("dense"),
-    *_structured("topk"),
-    Entry("topk", (("keep", 0.3), ("along", "rows"), ("within", "example"))),
-    *_structured("random", weighted=True),
-    Entry("mvue", (("products", "both"),)),
-    Entry("dither"),
-    Entry("vcas", (("every", 100),)),
-    Entry("crs", (("keep", 0.3), ("products", "wgrad"))),
-    Entry("crs", (("keep", 0.3), ("products", "both"), ("draw", "bernoulli"))),
-    Entry("max-child", kind="EdgeRouter"),
-    Entry("random-child", kind="EdgeRouter"),
-)
+# Policies with options that are worth a row of their own.
+NAMED = {
+    "crs": [
+        Entry("crs", (("keep", 0.3), ("products", "wgrad"))),
+        Entry("crs", (("keep", 0.3), ("products", "both"), ("draw", "bernoulli"))),
+    ],
+    "mvue": [Entry("mvue", (("products", "both"),))],
+    "random": _structured("random", weighted=True),
+    "topk": [*_structured("topk"), Entry("topk", (("keep", 0.3), ("along", "rows"), ("within", "example")))],
+    "vcas": [Entry("vcas", (("every", 100),))],
+}
+
+
+def _make_entries() -> Iterator[Entry]:
+    """Yield the rows of each policy that is asked at sites; those of one that nobody named by what it requires."""
+    for name, found in find_ours().items():
+        if found.kind in AT_SITES and name in NAMED:
+            yield from NAMED[name]
+        elif found.kind in AT_SITES:
+            required = guess_required(found.policy_class)
+            for more in ({"along": along} for along in find_forms(found)) if find_forms(found) else ({},):
+                yield Entry(name, tuple((required | more).items()), found.kind)
+
+
+def find_forms(found: FoundPolicy) -> list[str]:
+    """Return the forms of selections that a policy can be asked for; empty if it has one."""
+    assert found.policy_class is not None, found.problem
+    schema = found.policy_class.model_json_schema()
+    return list(schema.get("properties", {}).get("along", {}).get("enum", []))
+
+
+ENTRIES = tuple(_make_entries())
 
 
 @dataclass(frozen=True)
@@ -86,10 +111,6 @@ class Refusal:
     recipe: str = ""
 
 
-CLASSES = {"max-child": "MaxChild", "random-child": "RandomChild"}
-INFORMED = {"crs": "CRS", "mvue": "MVUE", "vcas": "VCAS"}
-
-
 def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
     """Return why a cell is refused; None: it works.
 
@@ -98,8 +119,9 @@ def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
         site: One of :data:`SITES`.
         composition: One of :data:`COMPOSITIONS`.
     """
-    if entry.kind == "EdgeRouter":
-        name = CLASSES[entry.policy]
+    policy = make_policy(entry.policy, **dict(entry.options))
+    name = type(policy).__name__
+    if isinstance(policy, EdgeRouter):
         if site != "nodes":
             return Refusal(
                 f"{name} decides at nodes of the autograd graph: it needs sites='nodes', got {site!r}",
@@ -107,11 +129,11 @@ def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
             )
         if composition == "DDP":
             return Refusal(f"{name} works in one process, got several (DDP or FSDP)")
-    if entry.policy == "vcas" and composition == "DDP":
+    if isinstance(policy, Stateful) and not policy.is_identical and composition == "DDP":
         text = "keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
-        return Refusal(f"{INFORMED[entry.policy]} {text}")
-    if entry.policy in INFORMED and site != "linears":
-        name, text = INFORMED[entry.policy], "reads inputs and weights of linears: needs"
+        return Refusal(f"{name} {text}")
+    if isinstance(policy, InformedSelector) and site != "linears":
+        text = "reads inputs and weights of linears: needs"
         return Refusal(
             f"{name} {text} sites='linears', got {site!r}",
             f"{entry.policy!r} {text} backward.sites: linears, got {site}",

@@ -15,11 +15,11 @@ import torch
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.policy import GradientSelector, find_policies
+from sparsebp_cli.policy import GradientSelector
 from sparsebp_cli.recipe import load_recipe
 from tests.plugin import find_ours
 
-from .matrix import COMPOSITIONS, ENTRIES, SITES, Entry, find_refusal
+from .matrix import AT_SITES, COMPOSITIONS, ENTRIES, SITES, Entry, find_forms, find_refusal
 from .replay import Decisions, repeat
 from .training import batch, build, compile_parts, largest_difference, train
 from .way import WAYS
@@ -32,15 +32,12 @@ TOLERANCE = {"autocast": 0.05, "QLoRA": 2e-4}
 
 
 def test_the_table_has_every_policy_in_every_kind_of_selection() -> None:
-    asked_at_sites = ("GradientSelector", "EdgeRouter")
-    own = {found.name: found.kind for found in find_ours().values() if found.kind in asked_at_sites}
+    own = {found.name: found.kind for found in find_ours().values() if found.kind in AT_SITES}
     assert {entry.policy: entry.kind for entry in ENTRIES} == own
     assert len(set(LABELS)) == len(LABELS)
     for name in own:
-        found = find_policies()[name].policy_class
-        assert found is not None
-        choices = found.model_json_schema()["properties"].get("along", {}).get("enum", [None])
-        assert {dict(entry.options).get("along") for entry in ENTRIES if entry.policy == name} == set(choices)
+        forms = find_forms(find_ours()[name]) or [None]
+        assert {dict(entry.options).get("along") for entry in ENTRIES if entry.policy == name} == set(forms)
 
 
 def _way(composition: str, entry: Entry) -> str:
@@ -100,7 +97,6 @@ def _reference(composition: str, entry: Entry, site: str) -> tuple[Any, dict[str
     return train(composition, entry, site, execution="reference"), {}
 
 
-@pytest.mark.compiles
 @pytest.mark.compiles
 def test_what_is_refused_leaves_no_gradient() -> None:
     """Before the first backward: nothing has been added up that a caught error would leave."""

@@ -12,7 +12,7 @@ from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.policy.known_kind import find_kinds
 from tests.plugin import find_ours
 
-from .matrix import COMPOSITIONS
+from .matrix import AT_SITES, COMPOSITIONS
 from .step import difference, train, train_by_hand, untrained
 from .training import RESTORED
 from .way import WAYS, Way, find_pair_refusal, find_refusal
@@ -27,9 +27,7 @@ LEAVES_ROWS_OUT = tuple(kind.name for kind in KINDS if kind.shortens and not kin
 
 
 def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
-    own = find_ours().values()
-    elsewhere = ("GradientSelector", "EdgeRouter")
-    beside = {found.name: found.kind for found in own if found.kind not in elsewhere}
+    beside = {found.name: found.kind for found in find_ours().values() if found.kind not in AT_SITES}
     assert {way.policy["name"]: way.question for way in WAYS if way.policy} == beside
 
 
@@ -93,7 +91,7 @@ def _tolerance(composition: str, way: Way) -> float:
 
 def _sums_anew(way: Way) -> bool:
     """Whether the losses of a batch are added up in another order than transformers'."""
-    return way.question in LEAVES_ROWS_OUT or way.label == "importance"
+    return way.question in LEAVES_ROWS_OUT or way.declares("weighs")
 
 
 def _judge(composition: str, ways: tuple[Way, ...]) -> float:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparsebp_cli.policy import ParameterGradient, Policy, Stateful, make_policy
 from sparsebp_cli.policy.discovery import find_policy
+from tests.composition.matrix import AT_SITES
+from tests.guess import guess_required
+from tests.plugin import find_ours
 
 Options = dict[str, Any]
-_WEIGHING = {"importance"}
 _CHOICE = {"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}
 
 
@@ -33,13 +37,24 @@ class Way:
         """What it answers, a policy its kind: no two with the same one are given together."""
         return find_policy(str(self.policy["name"])).kind if self.policy else self.form
 
+    @property
+    def made(self) -> Policy | None:
+        """The policy, if there is one."""
+        options = {key: value for key, value in self.policy.items() if key != "name"}
+        return make_policy(self.policy["name"], **options) if self.policy else None
+
+    def declares(self, name: str) -> bool:
+        """Whether the policy says of itself that it is or does something that only some kinds know."""
+        return bool(getattr(self.made, name, False))
+
 
 def _tokens(mode: str) -> Way:
     options = {"name": "tokens", "score": "random", "keep": 0.4, "mode": mode}
     return Way(f"tokens (mode: {mode})", options)
 
 
-WAYS = (
+# Policies whose own defaults would do nothing in two steps, with options that do something, and ways of other kinds.
+_NAMED = (
     _tokens("exact"),
     _tokens("detach"),
     Way("selective-backprop", {"name": "selective-backprop", **_CHOICE}),
@@ -49,15 +64,25 @@ WAYS = (
     Way("frozen (freeze)", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", {"name": "frozen", "turn": "layers"}),
     Way("grades", {"name": "grades", "threshold": 1e9, "grace": 0.0}),
-    Way("lossless", {"name": "lossless"}),
-    Way("dropbp", {"name": "dropbp", "keep": 0.5}),
-    Way("layerdrop", {"name": "layerdrop", "keep": 0.8}),
     Way("wta-crs", {"name": "wta-crs", "keep": 0.3}),
-    Way("gact", {"name": "gact", "bits": 4}),
     Way("sketch", {"name": "sketch", "keep": 0.5}),
     Way("compact", {"name": "compact", "keep": 0.5}),
     Way("velora", {"name": "velora", "group": 4}),
     Way("subnet", {"name": "subnet", "keep": 0.3, "by": "random"}),
+)
+
+
+def _make_others() -> Iterator[Way]:
+    """Yield a way of each policy that nobody named and that is not asked at sites, with the options it requires."""
+    named = {way.policy["name"] for way in _NAMED}
+    for name, found in find_ours().items():
+        if found.kind not in AT_SITES and name not in named:
+            yield Way(name, {"name": name, **guess_required(found.policy_class)})
+
+
+WAYS = (
+    *_NAMED,
+    *_make_others(),
     Way("update: eager", options={"update": "eager"}, form="update"),
     Way("segments: 2", options={"segments": 2}, form="segments"),
 )
@@ -85,8 +110,7 @@ _CHECKPOINTED = (
 
 
 def _class_of(way: Way) -> str:
-    found = find_policy(str(way.policy["name"])).policy_class if way.policy else None
-    return found.__name__ if found is not None else ""
+    return type(way.made).__name__ if way.made else ""
 
 
 def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
@@ -97,16 +121,17 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
         composition: A way of training of the other table.
         wrapped: ``before`` attaching or ``after`` it: when DDP wraps the model.
     """
-    if composition == "DDP" and way.label in {"importance", "velora", "grades", "subnet"}:
+    if composition == "DDP" and isinstance(way.made, Stateful) and not way.made.is_identical:
         text = "keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
         return f"{_class_of(way)} {text}"
     if way.question == "ParameterSelector" and composition == "DDP":
         if "turn" in way.policy:
             return (
-                "Frozen with a set of trained parameters that changes works in one process, got several (DDP or FSDP)"
+                f"{_class_of(way)} with a set of trained parameters that changes works in one process, got several "
+                "(DDP or FSDP)"
             )
         if wrapped == "before":
-            return "Frozen got a model in DDP: call attach before you wrap the model in DDP"
+            return f"{_class_of(way)} got a model in DDP: call attach before you wrap the model in DDP"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("PartSelector", "QLoRA"): _QUANTIZED.format(name=_class_of(way)),
@@ -128,10 +153,10 @@ def _find_skipping_refusal(first: Way, second: Way) -> str:
 
 
 def _find_eager_refusal(way: Way) -> str:
-    name, does = way.policy.get("name"), ""
-    if name == "grades":
-        does = "observes gradients of parameters, which update='eager' frees during the backward"
-    return does and f"{_class_of(way)} {does}; use update='deferred'"
+    if not isinstance(way.made, Stateful) or ParameterGradient not in way.made.observes:
+        return ""
+    does = "observes gradients of parameters, which update='eager' frees during the backward"
+    return f"{_class_of(way)} {does}; use update='deferred'"
 
 
 def _find_part_refusal(other: Way, way: Way, second: Way) -> str:
@@ -164,7 +189,7 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         first: One of :data:`WAYS`.
         second: Another one of :data:`WAYS`.
     """
-    if {first.label, second.label} & _WEIGHING and (refusal := _find_weighing_refusal(first, second)):
+    if (first.declares("weighs") or second.declares("weighs")) and (refusal := _find_weighing_refusal(first, second)):
         return refusal
     if "PartSelector" in (first.question, second.question):
         return _find_part_refusal(*sorted((first, second), key=lambda way: way.question == "PartSelector"), second)
@@ -173,19 +198,20 @@ def find_pair_refusal(first: Way, second: Way) -> str:
 
 def _find_other_refusal(first: Way, second: Way) -> str:
     questions = {first.question, second.question}
-    skips = "layerdrop" in (first.label, second.label)
+    skips = first.declares("skips_forward") or second.declares("skips_forward")
     if skips and questions & {"TokenSelector", "BatchPacker", "segments"}:
         return _find_skipping_refusal(first, second)
     if "segments" in questions and questions & {"TokenSelector", "BatchPacker"}:
         return {
-            "TokenSelector": "SelectedTokens with segments=2 is not supported: it runs layers only for some positions",
-            "BatchPacker": "Lossless with segments=2 is not supported: it rearranges the batch inside the forward",
+            "TokenSelector": f"{_class_of(first)} with segments=2 is not supported: it runs layers only for some "
+            "positions",
+            "BatchPacker": f"{_class_of(first)} with segments=2 is not supported: it rearranges the batch inside the "
+            "forward",
         }[first.question]
     if "update" in questions and (refusal := _find_eager_refusal(first) or _find_eager_refusal(second)):
         return refusal
     if "InputSaver" in questions and questions & {"TokenSelector", "BatchPacker", "GradientSelector"}:
-        names = [find_policy(str(way.policy["name"])).policy_class for way in (first, second)]
-        shown = " and ".join(name.__name__ for name in names if name is not None)
+        shown = " and ".join(map(_class_of, (first, second)))
         both = "change the weight gradients of the same linear layers"
         return f"{shown} " + (
             f"both {both}: give one of them, or give each its own layers by where or layers"

@@ -1,4 +1,4 @@
-"""Every installed policy keeps the contract with every kind of options, and the suite catches each broken promise."""
+"""Installed policies of this repository keep the contract with any options; the suite catches each broken promise."""
 
 from __future__ import annotations
 
@@ -29,51 +29,16 @@ from sparsebp_cli.policy import (
 )
 from sparsebp_cli.testing import check_policy
 from sparsebp_shelf.saver import InputSaver
+from tests.guess import guess_required, guess_values
+from tests.plugin import find_packaged
 from tests.selector import Promises
-
-_BY_ENGINE: dict[str, list[Any]] = {
-    "layers": [[0], [-1]],
-    "where": [["layers.0", "layers.2"]],
-}  # every selector has them
-
-# Patterns that fit the decoder of the suite, and options whose schema says too little.
-_FITTING: dict[str, list[Any]] = {
-    "train": [["lm_head", "layers.3"]],
-    "freeze": [["*norm*"], ["/layers\\.[01]\\./"]],
-    "turn": ["layers"],
-    "reference": ["austen-llama"],
-    "mask_column": ["loss_mask"],
-    "rows": [["layers.0.up_proj", "layers.0.gate_proj"]],
-    "columns": [["layers.0.down_proj"]],
-    "blocks": [["layers.1.up_proj"]],
-    "elements": [["layers.1.down_proj"]],
-    "block_size": [32, 256],
-}
-
-
-def _values(option: str, schema: dict[str, Any]) -> list[Any]:
-    if option in _BY_ENGINE | _FITTING:
-        return (_BY_ENGINE | _FITTING)[option]
-    schema = schema.get("anyOf", [schema])[0]  # an option that may be null, which is its default
-    if "enum" in schema:
-        return list(schema["enum"])
-    if schema.get("type") == "boolean":
-        return [False, True]
-    if schema.get("type") == "number":
-        return [0.5, 0.1, 1.0]
-    if schema.get("type") == "integer":
-        low = schema.get("minimum", 1)
-        return [low, low + 2]
-    if schema.get("type") == "array":
-        return [schema["default"], [2, 3]]
-    raise AssertionError(f"teach this test values for {option}: {schema}")
 
 
 def _option_sets(policy_class: type[Policy]) -> list[dict[str, Any]]:
     """Every value of every option, and every two together, as far as the policy takes them."""
     schemas = policy_class.model_json_schema().get("properties", {})
-    required = {name: _values(name, schemas[name])[0] for name in policy_class.model_json_schema().get("required", [])}
-    single = [(name, value) for name, schema in schemas.items() for value in _values(name, schema)]
+    required = guess_required(policy_class)
+    single = [(name, value) for name, schema in schemas.items() for value in guess_values(name, schema)]
     sets: dict[str, dict[str, Any]] = {}
     for chosen in ((), *((one,) for one in single), *itertools.combinations(single, 2)):
         options = required | dict(chosen)
@@ -85,7 +50,7 @@ def _option_sets(policy_class: type[Policy]) -> list[dict[str, Any]]:
 
 def _cases() -> list[Any]:
     cases = []
-    for name, found in find_policies().items():
+    for name, found in find_packaged().items():
         assert found.policy_class is not None, f"{name}: {found.problem}"
         # Each set takes thousands of draws with all that is read: pairs of options and options that every selector has
         # are left to the long tests. So are pairs of other policies, unless one of the two is the form of what is kept.

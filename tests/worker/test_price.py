@@ -27,19 +27,17 @@ from sparsebp_cli.worker.price import CountedPass, StepPrice
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.step_kind import CountedSteps, StepKind
 from sparsebp_cli.worker.training import Training
+from tests.guess import of_every_policy, sites_of
 from tests.plugin import find_ours
 from tests.worker.conftest import LLAMA
 
 # Trained by each run of the tests; the others, and dear options, by the long ones.
 OFTEN = {"dense", "uniform", "lossless", "tokens", "layerdrop", "grades", "importance"}
 WHOLE = {"start": 0.0, "end": 1.0, "interrupt": 0}
-# Every built-in policy, as it is ordinarily set, and with the options that make it dear.
-SETTINGS: dict[str, list[dict[str, Any]]] = {
+# Policies as they are ordinarily set, and with the options that make them dear; of all others, those that are required.
+NAMED: dict[str, list[dict[str, Any]]] = {
     "compact": [{}, {"interval": 5}],
     "crs": [{"keep": 0.25}],
-    "dense": [{}],
-    "dither": [{}],
-    "dropbp": [{"keep": 0.5}],
     "frozen": [
         {"turn": "layers", "every": 3},
         {"freeze": ["*layers.0*"]},
@@ -49,12 +47,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "gact": [{"bits": 4}],
     "grades": [{"threshold": 0.9, "relative": True, "grace": 0.3}],
     "importance": [{}, {"threshold": 0.0}, {"every": 7}],
-    "layerdrop": [{}],
     "lossless": [{"verify": "never"}, {"verify": "never", "prefixes": "separate"}],
     "max-child": [{}, {"lookahead": True}],
-    "mvue": [{}],
     "random": [{"keep": 0.25}],
-    "random-child": [{}],
     "rho": [{"keep": 0.25}, {"keep": 0.25, "reference_scores": "fly"}],
     "selective-backprop": [{"keep": 0.5, **WHOLE}, {}],
     "sketch": [{"keep": 0.2}],
@@ -71,10 +66,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "velora": [{"group": 4}],
     "wta-crs": [{"keep": 0.3}],
 }
-NEEDS: dict[str, dict[str, dict[str, object]]] = {
-    "max-child": {"backward": {"sites": "nodes", "exclude": []}},
-    "random-child": {"backward": {"sites": "nodes", "exclude": []}},
-}
+SETTINGS = of_every_policy(NAMED, lambda _, options, __: [options])
 OBSERVING = {"grades"}  # takes the norm of each gradient at each step: 2 FLOPs an entry
 # PyTorch's counter leaves attention on a CPU out; its own formulas for that on a GPU are the oracle.
 ATEN = torch.ops.aten
@@ -86,6 +78,12 @@ ON_CPU = {
         sdpa_backward_flop_count(grad, query, key, value)
     ),
 }
+
+
+def needs(name: str) -> dict[str, dict[str, object]]:
+    """Return what a recipe with a policy must say besides."""
+    sites = sites_of(find_ours()[name])
+    return {"backward": {"sites": sites, "exclude": []}} if sites == "nodes" else {}
 
 
 def _cases() -> list[Any]:
@@ -166,15 +164,11 @@ def spend(
     return Spent(whole - update, update), Spent(counted, float(by_entry * entries))
 
 
-def test_every_built_in_policy_is_priced_here() -> None:
-    assert set(SETTINGS) == find_ours().keys()
-
-
 @pytest.mark.parametrize(("name", "options"), _cases())
 def test_a_policy_is_charged_what_it_computes(name, options, uneven, prepared, tiny_folder, monkeypatch) -> None:
     if name == "rho":
         options = options | {"reference": save_reference(tiny_folder)}
-    recipe = uneven(policy=[{"name": name, **options}], **NEEDS.get(name, {}))
+    recipe = uneven(policy=[{"name": name, **options}], **needs(name))
     charged, counted = spend(recipe, prepared, monkeypatch, 17 + 2 * (name in OBSERVING))
     # The policy begins in the middle, and its first step is charged by counts of steps without it.
     begins_late = name == "selective-backprop" and not options
