@@ -5,7 +5,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from sparsebp_cli.policy import FoundPolicy, find_policies
+from sparsebp_cli.policy import FoundPolicy, Kind, find_policies
+from sparsebp_cli.policy.known_kind import find_kinds
 from sparsebp_cli.policy.shelf import MOVED
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
@@ -28,6 +29,13 @@ def find_packaged() -> dict[str, FoundPolicy]:
     What tests say of each of them need not hold for a package of somebody else, which is installed here too.
     """
     return {name: found for name, found in find_policies().items() if found.source.split()[0] in PACKAGES}
+
+
+def find_our_kinds() -> tuple[Kind, ...]:
+    """Return the kinds of policies, and aspects of kinds, that SparseBP and its shelf have; see ``find_ours``."""
+    found = find_kinds()
+    ours = {"sparsebp_cli", "sparsebp_shelf"}
+    return tuple(kind for kind in (*found.kinds, *found.aspects) if kind.policy.__module__.partition(".")[0] in ours)
 
 
 def write_metadata(plugin: Path, folder: Path) -> None:

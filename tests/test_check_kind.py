@@ -19,9 +19,11 @@ from sparsebp_cli.policy.kind import load
 from sparsebp_cli.policy.known_kind import KINDS, find_kinds
 from sparsebp_cli.testing import check_kind
 from tests.backward.families import tiny_decoder
+from tests.plugin import find_our_kinds
 
 PLUGIN = Path(__file__).parents[1] / "plugins" / "sparsebp-depth"
-INSTALLED = find_kinds().kinds  # those of the shelf among them
+# Those of the shelf among them, and not the example, which the tests install anew where it is installed already.
+INSTALLED = tuple(kind for kind in find_kinds().kinds if kind.policy.__module__.partition(".")[0] != "sparsebp_depth")
 ENTRIES = "[sparsebp.kinds]\ndepth = {kind}\n[sparsebp.policies]\nrandom-depth = sparsebp_depth:RandomDepth\n"
 
 
@@ -232,7 +234,7 @@ def test_a_policy_that_cannot_be_made_is_named() -> None:
         check_kind(_kind("ParameterSelector"), ["nobody"])
 
 
-@pytest.mark.parametrize("kind", [*INSTALLED, *find_kinds().aspects], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", find_our_kinds(), ids=lambda kind: kind.name)
 def test_what_a_record_names_exists(kind: Kind) -> None:
     named = [*(name for _, name in kind.extensions), kind.suite, kind.places, kind.adapter]
     assert all(callable(load(name)) for name in named if name)
@@ -240,8 +242,7 @@ def test_what_a_record_names_exists(kind: Kind) -> None:
 
 
 def test_extensions_change_a_model_in_the_order_that_they_always_had() -> None:
-    kinds = (*INSTALLED, *find_kinds().aspects)
-    found = sorted((number, name.rpartition(":")[2]) for kind in kinds for number, name in kind.extensions)
+    found = sorted((number, name.rpartition(":")[2]) for kind in find_our_kinds() for number, name in kind.extensions)
     assert [name for _, name in found] == [
         "make_extension",
         "InputSaving",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,29 +13,45 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.core.loss_scale import ScaleFinder, remove_scale
-from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import (
-    Policy,
-    Stateful,
-)
-from sparsebp_cli.policy.discovery import find_policies, make_policies
+from sparsebp_cli.errors import SparseBPError, UnsupportedError
+from sparsebp_cli.policy import FoundPolicy, Stateful, make_policy
+from sparsebp_cli.policy.discovery import make_policies
 from tests.backward.families import tiny_decoder
 from tests.backward.test_policy_state import Momentum
+from tests.guess import guess_required, guess_values
+from tests.plugin import find_ours
 
 NUM_STEPS = 6
 # Batches whose loss is infinite, none before trial passes: a scaler drops their steps, and the oracle lacks them.
 OVERFLOWS = (1, 2, 5)
 
 
-POLICIES: dict[str, Any] = {
-    "momentum": Momentum(),
+NAMED: dict[str, Any] = {
     "vcas": {"name": "vcas", "every": 2},
     "dropbp": {"name": "dropbp", "keep": 0.5, "sensitivity_at": 0.0},
     "gact": {"name": "gact", "adapt_interval": 4, "group": 8},
     "subnet": {"name": "subnet", "keep": 0.25},
     "grades": {"name": "grades", "threshold": 0.9, "relative": True, "grace": 0.4},
-    "importance": {"name": "importance", "keep": 0.5, "threshold": 0.0},
+    "importance": {"name": "importance", "keep": 0.5, "threshold": 0.0},  # whose norms are of a gradient at the logits
 }
+
+
+def _find_observing(name: str, found: FoundPolicy) -> dict[str, Any] | None:
+    """Return a policy, with the first option that makes it keep a state from gradients; None if there is none."""
+    if found.policy_class is None or not issubclass(found.policy_class, Stateful):
+        return None
+    schemas, required = found.policy_class.model_json_schema().get("properties", {}), guess_required(found.policy_class)
+    single = [{option: value} for option, schema in schemas.items() for value in guess_values(option, schema)]
+    for more in ({}, *single):
+        with suppress(SparseBPError):
+            policy = make_policy(name, **required | more)
+            if isinstance(policy, Stateful) and any(observed.is_gradient for observed in policy.observes):
+                return {"name": name, **required, **more}
+    return None
+
+
+FOUND = {name: _find_observing(name, found) for name, found in find_ours().items() if name not in NAMED}
+POLICIES: dict[str, Any] = {"momentum": Momentum(), **NAMED, **{name: one for name, one in FOUND.items() if one}}
 
 
 def _batch(number: int) -> dict[str, Tensor]:
@@ -101,19 +118,11 @@ def test_a_scale_that_moves_and_overflows_changes_no_state(name: str, inside: bo
         torch.testing.assert_close(tensor, theirs[key], rtol=1e-4, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_every_policy_that_observes_a_gradient_is_tried_under_a_scaler() -> None:
-    tried = {policy["name"] for policy in POLICIES.values() if isinstance(policy, dict)}
-    made: dict[str, Policy] = {
-        policy["name"]: make_policies(policy)[0] for policy in POLICIES.values() if isinstance(policy, dict)
-    }
+def test_every_policy_that_is_tried_under_a_scaler_observes_a_gradient() -> None:
+    made = {name: make_policies(policy)[0] for name, policy in POLICIES.items() if isinstance(policy, dict)}
     observes = {name: policy.observes for name, policy in made.items() if isinstance(policy, Stateful)}
     seen = {name for name, found in observes.items() if any(observed.is_gradient for observed in found)}
-    assert seen | {"importance"} == tried  # whose norms are of a gradient at the logits
-    classes = {name: found.policy_class for name, found in find_policies().items()}
-    stateful = {name for name, policy in classes.items() if policy is not None and issubclass(policy, Stateful)}
-    # What these observe is of inputs and losses, which nobody scales.
-    others = {"selective-backprop", "velora"}
-    assert stateful - tried == others
+    assert seen | {"importance", "momentum"} == POLICIES.keys()
 
 
 def test_what_is_kept_has_no_scale_and_nothing_that_is_not_finite() -> None:

@@ -7,11 +7,11 @@ import pytest
 from sparsebp_cli.backward.linear.function import kernel_share
 from sparsebp_cli.cli.policies import describe_policy
 from sparsebp_cli.policy import Budget, GradientSelector, InformedSelector, find_policies
-from tests.plugin import find_ours
+from tests.plugin import find_ours, find_packaged
 
 
-@pytest.mark.parametrize("name", find_policies())
-def test_every_installed_policy_is_described(name) -> None:
+@pytest.mark.parametrize("name", find_packaged())
+def test_every_installed_policy_of_this_repository_is_described(name) -> None:
     line = describe_policy(find_policies()[name])
     assert line.summary
     assert all(option.description for option in line.options)
@@ -50,7 +50,7 @@ def test_every_policy_of_the_package_has_a_card() -> None:
 
 SELECTORS = [
     name
-    for name, found in find_policies().items()
+    for name, found in find_packaged().items()
     if found.policy_class and issubclass(found.policy_class, GradientSelector)
     if found.policy_class.card and found.policy_class.card.work
 ]
@@ -75,7 +75,7 @@ def test_the_work_of_a_card_is_that_which_the_policy_claims(name, keep) -> None:
 
 def test_a_work_formula_reads_options_and_the_named_shares_alone() -> None:
     shares = {"N": 512, "D": 64, "O": 128, "trained": 0.5, "carried": 0.5, "computed": 0.5}
-    for policy in find_policies().values():
+    for policy in find_packaged().values():
         assert policy.policy_class is not None
         card = policy.policy_class.card
         if card is None or not card.work:
