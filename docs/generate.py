@@ -35,6 +35,8 @@ from generator import (
     wins,
 )
 
+from sparsebp_cli.errors import SparseBPError
+
 ROOT = Path(__file__).resolve().parent.parent
 
 PAGES: dict[str, Callable[[Path], str]] = {
@@ -86,12 +88,17 @@ def find_stale(root: Path = ROOT) -> list[Path]:
 def main(arguments: list[str]) -> int:
     """Write the stale files, or with ``--check`` list them.
 
-    Returns 1 when something is stale and nothing was written, 2 for a wrong argument, else 0.
+    Returns 1 when something is stale and nothing was written, 2 for a wrong argument or code that a page cannot
+    describe, else 0.
     """
     if arguments not in ([], ["--check"]):
         print(f"error: --check is the only option, got {' '.join(arguments)}", file=sys.stderr)
         return 2
-    stale = find_stale()
+    try:
+        stale = find_stale()
+    except SparseBPError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if arguments:
         for file in stale:
             print(f"stale: {file.relative_to(ROOT)}; `make fix` writes it again", file=sys.stderr)

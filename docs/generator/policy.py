@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from generator.markdown import code, head, table, unwrap
 from sparsebp_cli.backward.linear.function import kernel_share
 from sparsebp_cli.cli.policies import describe_policy
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Budget, FoundPolicy, GradientSelector, InformedSelector, Policy, find_policies
 from sparsebp_cli.policy.known_kind import find_kinds
 from sparsebp_cli.policy.shelf import SHELF
@@ -28,11 +29,12 @@ equals the dense gradient. *Unbiased*: the mean of a selected gradient over rand
 multiplications that remain in the backward. The conformance suite compares each claim with executed steps."""
 
 CARD_TEXT = """*Work* counts the multiplications of a step, forward and backward, in the linear layers where the policy
-decides. Dense training is 1; options have their defaults. So a step is at most 1 / work times as fast. N, D and O are
-the numbers of rows, inputs and outputs of a linear layer. `trained` is the fraction of weights that are trained,
-`carried` the fraction of rows with a backward, `computed` the fraction of rows that are computed. *Work* leaves out the
-rest of a step: attention, norms, head, optimizer and the choice itself. *Exact* and *unbiased* hold for the default
-numbers; numbers without a default are 0.5. *varies*: the claim depends on an option that is not a number.
+decides. If these differ by step or layer, it is their mean. Dense training is 1; options have their defaults. So a step
+is at most 1 / work times as fast. N, D and O are the numbers of rows, inputs and outputs of a linear layer. `trained`
+is the fraction of weights that are trained, `carried` the fraction of rows with a backward, `computed` the fraction of
+rows that are computed. *Work* leaves out the rest of a step: attention, norms, head, optimizer and the choice itself.
+*Exact* and *unbiased* hold for the default numbers; numbers without a default are 0.5. *varies*: the claim depends on
+an option that is not a number.
 """
 
 NUMBERS = (0.25, 0.5, 1.0)  # values of a share for which claims are shown
@@ -46,6 +48,12 @@ def built_in() -> dict[str, FoundPolicy]:
     """Return the policies of this repository; other installed policies are on no page."""
     found = {name: policy for name, policy in find_policies().items() if policy.source.split()[0] in OURS}
     assert {policy.source.split()[0] for policy in found.values()} == set(OURS), "make setup installs the shelf"
+    for name, policy in found.items():
+        if policy.policy_class is None:
+            raise UsageError(f"the policy {name!r} of {policy.source} is broken: {policy.problem}")
+        if policy.policy_class.card is None:
+            text = "this page shows the card of each policy: give its class card = MethodCard(use=...)"
+            raise UsageError(f"the policy {name!r} of {policy.source} has no card; {text}")
     return found
 
 
@@ -66,7 +74,7 @@ def _catalogue() -> str:
         line = describe_policy(found)
         claims = ["varies" if claim is None else "yes" if claim else "no" for claim in (line.exact, line.unbiased)]
         card = found.policy_class.card if found.policy_class else None
-        assert card is not None, f"{name} has no card"
+        assert card is not None
         work = code(card.work) if card.work else ""
         rows.append((f"[{name}](#{name})", found.kind, *claims, ", ".join(card.saves), work, str(card.year or "")))
     return table(("policy", "kind", "exact", "unbiased", "can save", "work", "year"), rows)
