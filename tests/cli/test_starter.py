@@ -17,6 +17,7 @@ import yaml
 from sparsebp_cli.cli import init as verb
 from sparsebp_cli.cli.starter import collect_files, list_shipped, shipped
 from sparsebp_cli.cli.starter.folder import describe_environment
+from sparsebp_cli.cli.starter.package import make_package
 
 from .conftest import Cli
 
@@ -315,6 +316,15 @@ def test_a_new_package_installs_and_its_policy_keeps_the_contract(call: Cli, cli
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     tested = subprocess.run(pytest_command, capture_output=True, text=True, check=False, cwd=folder)
     assert "3 passed" in tested.stdout, tested.stdout
+
+
+def test_a_new_package_asks_for_the_release_that_the_plugins_ask_for() -> None:
+    """It imports the names that theirs do, which are tested together; nobody tests it with an older release."""
+    files = [make_package("peak-rows")["pyproject.toml"]]
+    files += [file.read_text(encoding="utf-8") for file in (ROOT / "plugins").glob("*/pyproject.toml")]
+    asked = [tomllib.loads(text)["project"]["dependencies"][0] for text in files]
+    assert len(asked) > 5
+    assert len(set(asked)) == 1, asked
 
 
 @pytest.mark.parametrize(("name", "text"), [("Peak", "lower-case words"), ("topk", "a policy 'topk' of sparsebp")])
