@@ -1,7 +1,8 @@
 """PUBLIC. Targets: where a run can train. The command line uses only the contract, :class:`Target`.
 
-A remote target derives from :class:`RemoteTarget` and implements a :class:`TargetEngine`. Both are exported here, with
-the types that they exchange and the helpers that move a run's files.
+A target that trains on this machine derives from :class:`LocalTarget`. A remote target derives from
+:class:`RemoteTarget` and implements a :class:`TargetEngine`; the types that they exchange and the helpers that move a
+run's files are exported here, too.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,13 @@ from sparsebp_cli.run.budget import size_of
 from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
+from sparsebp_cli.target.local import LocalTarget
 from sparsebp_cli.target.remote import RemoteTarget
 
 __all__ = [
     "CheckResult",
     "Job",
+    "LocalTarget",
     "Phase",
     "Plan",
     "RemoteTarget",

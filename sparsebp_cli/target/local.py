@@ -84,9 +84,8 @@ class LocalJob(RunHandle):
             write_end_record(self._run, None, after_attempt=launch.after_attempt if launch else 0)
 
 
-@final
 class LocalTarget(Target):
-    """This machine."""
+    """This machine. Derive from this class to add options, whose ``env`` reaches the worker, and checks."""
 
     options_class = TargetOptions
     worker_module: str
@@ -95,6 +94,7 @@ class LocalTarget(Target):
         """Store the options. None means the default options."""
         self.worker_module = (options or TargetOptions()).worker
 
+    @final  # the local runner starts a worker by this command, whatever the class
     def command(self, run: RunFolder) -> list[str]:
         return interpreter.command("-m", self.worker_module, str(run.plan_file))
 

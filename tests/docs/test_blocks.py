@@ -125,6 +125,7 @@ def test_every_recipe_and_part_of_one_is_accepted(block: Block, tmp_path: Path, 
 def test_python_runs_from_top_to_bottom_and_its_policies_keep_the_contract(file: Path) -> None:
     from sparsebp_cli.metrics import TextMetric
     from sparsebp_cli.policy import Policy
+    from sparsebp_cli.target import Target
     from sparsebp_cli.testing import check_policy
 
     names = _names()
@@ -139,7 +140,9 @@ def test_python_runs_from_top_to_bottom_and_its_policies_keep_the_contract(file:
     for policy in policies:
         check_policy(policy, **({"keep": 0.3} if "keep" in policy.model_fields else {}))
     trained = any(not before[key].equal(value) for key, value in names["model"].state_dict().items())
-    assert trained or policies or any(isinstance(value, TextMetric) for value in names.values())  # else nothing ran
+    metrics = [value for value in names.values() if isinstance(value, TextMetric)]
+    targets = [value for value in names.values() if isinstance(value, type) and issubclass(value, Target)]
+    assert trained or policies or metrics or targets  # else nothing ran
 
 
 def _names() -> dict[str, Any]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 import pytest
+from pydantic import model_validator
 
+from sparsebp_cli.recipe import target as targets
+from sparsebp_cli.recipe.target import FoundTarget
+from sparsebp_cli.target import LocalTarget, TargetOptions
 from sparsebp_cli.testing import check_target
+from sparsebp_cli.testing.target import WORKER
 from tests.target.fake import FakeTarget
 
 from . import service
@@ -20,6 +26,40 @@ KINDS = ("docker", "slurm", pytest.param("docker_ssh", marks=LONG), pytest.param
 
 def test_local_keeps_the_contract() -> None:
     check_target("local")
+
+
+class ScratchOptions(TargetOptions):
+    """This machine, with a variable that an option sets."""
+
+    scratch: Path
+
+    @model_validator(mode="after")
+    def set_variables(self) -> Self:
+        self.env.setdefault("TMPDIR", str(self.scratch))
+        return self
+
+
+class ScratchTarget(LocalTarget):
+    options_class = ScratchOptions
+
+
+@pytest.mark.slow
+def test_a_target_that_derives_from_the_local_one_keeps_the_contract(tmp_path: Path) -> None:
+    check_target(ScratchTarget(ScratchOptions(scratch=tmp_path, worker=WORKER)))
+
+
+def test_what_a_validator_adds_to_the_variables_is_stored_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = FoundTarget("scratch", "tests", ScratchTarget)
+    monkeypatch.setattr(targets, "find_target", lambda _: found)
+    for given, expected in (({}, str(tmp_path)), ({"TMPDIR": "/x"}, "/x")):
+        section, errors = targets.check_target({"kind": "scratch", "scratch": str(tmp_path), "env": given})
+        assert errors == []
+        assert section is not None
+        assert section.options["env"] == {"TMPDIR": expected}  # which local runner and worker read
+        again, _ = targets.check_target(section.model_dump(mode="json"))
+        assert again == section
 
 
 def test_the_fake_keeps_the_contract(tmp_path: Path) -> None:
