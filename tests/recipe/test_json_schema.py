@@ -50,7 +50,8 @@ def make_built_in_schema() -> dict[str, Any]:
         for name, policy in find_policies().items()
         if policy.policy_class and policy.policy_class.__module__.startswith(("sparsebp_cli.", "sparsebp_shelf."))
     }
-    return recipe_schema(own, find_targets())
+    targets = {kind: found for kind, found in find_targets().items() if found.source.split()[0] == "sparsebp"}
+    return recipe_schema(own, targets)
 
 
 def fill_in(recipe: Recipe) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.recipe.foreign_key import ANSWERS, answer
 from sparsebp_cli.recipe.schema import DatasetSection, TrainingSection
+from sparsebp_cli.recipe.target import find_targets
 from tests.recipe.conftest import SMALL
 
 Refuse = Callable[..., str]
@@ -63,12 +64,12 @@ DATASET = SMALL.replace("dataset: {name: python-docs}", "dataset:\n  name: pytho
         (SMALL + "training: 3", "5:11: training: must be a mapping, got 3 (a number)"),
         (
             SMALL + "target: lokal",
-            "5:9: target.kind: unknown target 'lokal'; known: docker, kubernetes, local, slurm; did you mean local?",
+            f"5:9: target.kind: unknown target 'lokal'; known: {', '.join(find_targets())}; did you mean local?",
         ),
         (
             SMALL + "target: sky",
-            "5:9: target.kind: unknown target 'sky'; known: docker, kubernetes, local, slurm; `sky` was removed after "
-            "0.5: the verb `export` writes a task for `sky launch`",
+            f"5:9: target.kind: unknown target 'sky'; known: {', '.join(find_targets())}; `sky` was removed "
+            "after 0.5: the verb `export` writes a task for `sky launch`",
         ),
         (
             SMALL + "policy: max-child",
