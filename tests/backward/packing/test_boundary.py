@@ -191,7 +191,7 @@ def test_a_hook_inside_of_the_packed_layers_is_named_and_the_step_is_plain() -> 
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_a_backward_hook_inside_of_the_packed_layers_gets_the_gradients_of_the_plain_step(register: str) -> None:
+def test_a_backward_hook_inside_of_packed_layers_gets_the_plain_steps_gradients(register: str) -> None:
     model, batch = make(), make_batch()
 
     def bound(_module: nn.Module, *gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
