@@ -75,7 +75,7 @@ class SlurmOptions(ContainerOptions):
     @model_validator(mode="after")
     def _consistent(self) -> SlurmOptions:
         if self.host and not self.folder:
-            raise ValueError("host needs the key folder: a folder for runs that all nodes of the cluster share")
+            raise ValueError("with 'host', also set 'folder': a folder for runs that all nodes of the cluster share")
         if self.requeue and self.timeout_min and self.timeout_min * 60 <= self.warning_seconds:
             raise ValueError(
                 f"warning_seconds must be below the time limit, {self.timeout_min * 60} seconds (timeout_min: "

@@ -78,7 +78,7 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
     if any(PurePosixPath(kept).is_relative_to(path) for kept in [*NEVER, *map(str, _homes(path))]):
         raise ValueError(f"{named} is not mounted: it contains a home or a part of the system; name a folder inside it")
     if any(_is_private(path, home) for home in _homes(path)):
-        raise ValueError(f"{named} is not mounted: it contains settings or keys of a user")
+        raise ValueError(f"{named} is not mounted: it contains settings or keys of a user; name another folder")
     for socket in sockets:
         if PurePosixPath(socket).is_relative_to(path):
             what = f"a container could control a program of the host through the socket {socket}"

@@ -42,7 +42,9 @@ class Keys:
             raise UsageError(f"{self.describe(key)} is not a parameter of {type(self.model).__name__}")
         if not key.is_leaf or not key.requires_grad:
             why = "does not require grad" if key.is_leaf else "is a computed tensor"
-            raise UsageError(f"{self.describe(key)} {why}; allowed: names, and parameters or inputs that require grad")
+            raise UsageError(
+                f"{self.describe(key)} {why}: give a parameter, its name, or an input, which requires grad"
+            )
         return key
 
     def find(self, key: object) -> Key | None:

@@ -69,7 +69,7 @@ class ExampleOutputs:
                 self._name, self._is_flat, self._has_positions = name, is_flat and not has_positions, False
                 self._has_positions = has_positions or self._is_flat
                 return
-        raise NotAlone("the model's output has no values that belong to single examples")
+        raise NotAlone("the model's output has no tensor with one entry for each example")
 
     def take_alone(self, values: dict[str, Tensor]) -> Tensor:
         """Return the values of an example from the outputs of a run of it alone."""

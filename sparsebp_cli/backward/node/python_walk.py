@@ -106,7 +106,9 @@ def refuse_hooks(model: nn.Module) -> None:
     refuse_processes(model, execution="reference", sites="nodes")
     hooked = find_hook(model)
     if hooked is not None:
-        raise UnsupportedError(f"execution='reference' at nodes runs no backward hooks: remove the hook of {hooked!r}")
+        raise UnsupportedError(
+            f"execution='reference' with sites='nodes' runs no backward hooks: remove the hook of {hooked!r}"
+        )
 
 
 class _Walk(Function):
