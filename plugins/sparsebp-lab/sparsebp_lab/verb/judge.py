@@ -88,7 +88,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
         Equal | None,
         typer.Option(
             metavar="flops|steps",
-            help="flops: both recipes get the same FLOPs (default). steps: each recipe trains for the steps that it sets.",
+            help="flops: both recipes get the same FLOPs (default). steps: each recipe trains for its own steps.",
         ),
     ] = None,
     final: Annotated[bool, typer.Option("--final", help=FINAL)] = False,
