@@ -198,7 +198,7 @@ def test_rows_of_unknown_examples_are_refused_in_a_graph() -> None:
     model = _chain()
     with sbp.attach(model, sbp.make_policy("topk", keep=0.5, along="rows", within="example")) as engine:
         loss = _compile(model)(torch.randn(6, 8)).sum()
-        with pytest.raises(UnsupportedError, match="example of each row"):
+        with pytest.raises(UnsupportedError, match="which example each gradient row"):
             engine.backward(loss)
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from sparsebp_cli.backward.observe.internals import is_batch_norm
-from sparsebp_cli.backward.patch.rewind import keeping_buffers
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 
 _F = torch.nn.functional
@@ -45,6 +44,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run the block without dropout and with running statistics in batch norms, so that a single example runs and other
     leaks show. Restore modes, buffers and random generators afterwards."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     skips = [m for m in model.modules() if isinstance(getattr(m, "layerdrop", None), float)]
     # MultiheadAttention reaches a function mode as one call, inside which the mode is off, so it misses the dropout.
     skips += [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
@@ -55,10 +55,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             norm.training = False
         for module, name, _ in rates:
             setattr(module, name, 0.0)
-        with generators_at(capture_generators(device), device), keeping_buffers(model), WithoutDropout():
+        with generators_at(capture_generators(device), device), WithoutDropout():
             yield
     finally:
         for norm in norms:
             norm.training = True
         for module, name, rate in rates:
             setattr(module, name, rate)
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                if buffer.shape == before.shape:
+                    buffer.copy_(before)

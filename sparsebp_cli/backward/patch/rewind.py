@@ -39,13 +39,14 @@ class Rewind:
 @contextmanager
 def keeping_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the buffers that the passes of the block change, such as those of spectral norm."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    tracked = [buffer for buffer in model.buffers() if not buffer.is_inference()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in tracked]  # noqa: SLF001 - its only way
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
-                if buffer.shape == before.shape:
+            for buffer, version, before in buffers:
+                if buffer._version != version:  # noqa: SLF001 - writing to others would break graphs that saved them
                     buffer.copy_(before)
 
 
