@@ -73,7 +73,7 @@ OWN_FILES = {
     "verb/audit_process.py": "what the audited command wrote into a temporary folder of ours",
     "cli/schema.py": "a page in the package",
     "cli/starter/shipped.py": "a recipe in the package",
-    "cli/starter/template/__init__.py": "a template in the package, and files beside which it writes",
+    "cli/starter/template/__init__.py": "a template in the package",
     "verb/script_line.py": "the user's own script, which may be a link",
     "judge/ledger.py": "the ledger of this home, whatever its size",
     "judge/script_arms.py": "results of this home",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,9 +16,10 @@ import pytest
 import yaml
 
 from sparsebp_cli.cli import init as verb
-from sparsebp_cli.cli.starter import collect_files, list_shipped, shipped
+from sparsebp_cli.cli.starter import collect_files, list_shipped, shipped, write_files
 from sparsebp_cli.cli.starter.folder import describe_environment
 from sparsebp_cli.cli.starter.package import make_package
+from sparsebp_cli.errors import UsageError
 
 from .conftest import Cli
 
@@ -362,3 +364,9 @@ def test_a_column_that_the_first_rows_lack_is_found(call: Cli, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     recipe = (tmp_path / "new" / "dense.yaml").read_text()
     assert "columns: {user: [instruction, input], assistant: output}" in recipe
+
+
+def test_a_pipe_with_the_name_of_a_file_is_told_and_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "recipe.yaml")
+    with pytest.raises(UsageError, match=r"recipe\.yaml is not a regular file"):
+        write_files(tmp_path, {"recipe.yaml": "name: x\n"})

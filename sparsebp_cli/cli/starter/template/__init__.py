@@ -8,6 +8,7 @@ from string import Template
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import durable
+from sparsebp_cli.run.budget import open_regular
 
 
 def fill(name: str, /, **values: str) -> str:
@@ -31,10 +32,16 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
     anything is written, if a file with other content exists."""
     try:
         for name, text in files.items():
-            if (folder / name).exists() and (folder / name).read_text(encoding="utf-8", errors="replace") != text:
+            if (folder / name).exists() and not _holds(folder / name, text):
                 raise UsageError(f"{folder / name} exists with other content; nothing was written")
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             durable.write_file(folder / name, text)
     except OSError as error:
-        raise UsageError(f"cannot write {error.filename or folder}: {error.strerror}") from None
+        raise UsageError(f"cannot write {error.filename or folder}: {error.strerror or error}") from None
+
+
+def _holds(file: Path, text: str) -> bool:
+    content = text.encode()
+    with open_regular(file) as stream:  # a pipe of that name would wait for ever
+        return stream.read(len(content) + 1) == content
