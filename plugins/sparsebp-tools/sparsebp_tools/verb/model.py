@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_run
-from sparsebp_cli.cli.interrupt import ending_on_sigterm
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, print_line
@@ -80,7 +83,7 @@ def model(
     planned.check()
     if push is not None:
         check_hub(push)
-    with ending_on_sigterm():
+    with _ending_on_sigterm():
         notes = write_model(planned, lambda part: _rebuild(planned, part), _verify)
     for note in notes:
         print_line(f"note: {note}", stderr=True)
@@ -142,3 +145,17 @@ def _rebuild(planned: ReleasedModel, part: Path) -> None:
     labels = len(names) if recipe.dataset.format == "classification" else None
     request = {"plan": str(planned.run.plan_file), "labels": labels, "step": planned.weights.step, "folder": str(part)}
     measure_apart("sparsebp_tools.checkpoint_model", json.dumps(request))
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block with an exception, as Ctrl-C does, so that it leaves nothing incomplete."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
