@@ -169,7 +169,7 @@ def test_a_beginning_or_end_that_the_data_have_already_is_refused(
     with_start: PreTrainedTokenizerBase, rows: list[dict[str, Any]]
 ) -> None:
     form = "text" if "text" in rows[0] else "completion"
-    with pytest.raises(DataError, match=r"1 of 1 rows begin or end .* twice .*remove it from the data"):
+    with pytest.raises(DataError, match=r"1 of 1 rows begin or end .* twice .*remove this token from the data"):
         check(rows, with_start, format=form, max_seq_length=8)
     clean = [{name: text.replace("<s>", "").replace("<eos>\n", "<eos>") for name, text in row.items()} for row in rows]
     assert check(clean, with_start, format=form, max_seq_length=8)["faults"] == []

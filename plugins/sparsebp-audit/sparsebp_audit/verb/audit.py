@@ -152,9 +152,9 @@ def print_next(report: AuditReport, script: Path | None, *, is_recipe: bool) -> 
 
     if find_objection(report):
         return
-    where, line = ("write into the recipe", "policy: lossless") if is_recipe else describe_change(script)
-    print_line(f"next: {where}:")
-    print_line(f"   {line}")
+    for where, line in [("write into the recipe", "policy: lossless")] if is_recipe else describe_change(script):
+        print_line(f"next: {where}:")
+        print_line(f"   {line}")
 
 
 def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:

@@ -98,19 +98,19 @@ def find_change(file: Path) -> ScriptChange:
     return ScriptChange(file, before, "".join(lines).encode(encoding), encoding)
 
 
-def describe_change(file: Path | None) -> tuple[str, str]:
-    """Return who adds the line to a script and where, and the line: ``--write``, or the user if it cannot."""
+def describe_change(file: Path | None) -> list[tuple[str, str]]:
+    """Return who adds a line to a script and where, and the line, for each: ``--write``, or the user if it cannot."""
     try:
         added = [] if file is None else find_change(file).diff().splitlines()[2:]
     except UnsupportedError:
         added = []
         if file is not None and (loop := _find_loop(file)) is not None:
-            return (
-                f"write by hand, before the loop, and in line {loop[0]} of {file}",
-                f"import {OURS} as sbp; {ATTACH}; {loop[1]}",
-            )
+            return [
+                ("write by hand, before the loop", f"import {OURS} as sbp; {ATTACH}"),
+                (f"in place of the call in line {loop[0]} of {file}", loop[1]),
+            ]
     line = "; ".join(line[1:].strip() for line in added if line.startswith("+"))
-    return (f"`--write` puts into {file}", line) if line else (BY_HAND, _write_call("trainer"))
+    return [(f"`--write` puts into {file}", line) if line else (BY_HAND, _write_call("trainer"))]
 
 
 def _by_hand(name: str = "trainer") -> str:
