@@ -90,7 +90,7 @@ def test_a_loop_of_its_own_gets_the_lines_for_a_loop(tmp_path: Path) -> None:
     attach = 'import sparsebp_cli as sbp; engine = sbp.attach(model, "lossless", optimizer=optimizer)'
     assert describe_change(script) == [
         ("write by hand, before the loop", attach),
-        (f"in place of the call in line 3 of {script}", "engine.backward(value)"),
+        ("in place of the call in line 3 of train.py", "engine.backward(value)"),
     ]
     with pytest.raises(UnsupportedError, match=r"engine.backward\(value\) in line 3; for a trainer: write by hand"):
         find_change(script)

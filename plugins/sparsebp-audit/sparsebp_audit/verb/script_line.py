@@ -107,7 +107,7 @@ def describe_change(file: Path | None) -> list[tuple[str, str]]:
         if file is not None and (loop := _find_loop(file)) is not None:
             return [
                 ("write by hand, before the loop", f"import {OURS} as sbp; {ATTACH}"),
-                (f"in place of the call in line {loop[0]} of {file}", loop[1]),
+                (f"in place of the call in line {loop[0]} of {file.name}", loop[1]),
             ]
     line = "; ".join(line[1:].strip() for line in added if line.startswith("+"))
     return [(f"`--write` puts into {file}", line) if line else (BY_HAND, _write_call("trainer"))]
@@ -205,8 +205,9 @@ def _count(tree: ast.Module, lines: list[int]) -> str:
 def _find_backward(tree: ast.Module) -> tuple[int, str] | None:
     """Return the line of the first ``LOSS.backward()``, and the call that takes its place."""
     for node in ast.walk(tree):
-        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
-        if is_method and node.func.attr == "backward":  # with an argument it is another's, such as an accelerator's
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.args:
+            continue  # with an argument it is another's, such as an accelerator's
+        if node.func.attr == "backward":
             return node.lineno, f"engine.backward({ast.unparse(node.func.value)})"
     return None
 
