@@ -42,9 +42,7 @@ class Keys:
             raise UsageError(f"{self.describe(key)} is not a parameter of {type(self.model).__name__}")
         if not key.is_leaf or not key.requires_grad:
             why = "does not require grad" if key.is_leaf else "is a computed tensor"
-            raise UsageError(
-                f"{self.describe(key)} {why}: give a parameter, its name, or an input, which requires grad"
-            )
+            raise UsageError(f"{self.describe(key)} {why}: give a parameter, its name, or an input that requires grad")
         return key
 
     def find(self, key: object) -> Key | None:
