@@ -3,19 +3,21 @@
     python benchmarks/hops.py                  # one line for each path
     python benchmarks/hops.py --calls linear   # the functions of one path, in the order of their first call
 
-A llama of 2 layers runs on a CPU. The third pass is counted, because the engine reads the autograd graph in the first,
-second, fourth, ... pass. Only functions of the package count, without comprehensions and generator expressions. A hop
-is a call from a function in one file to a function in another, whatever lies between them.
+A small llama runs on a CPU. The third pass or step is counted, because the engine reads the autograd graph in the
+first, second, fourth, ... pass. Only functions of the package count, without comprehensions and generator expressions.
+A hop is a call from a function in one file to a function in another, whatever lies between them.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import CO_GENERATOR
+from pathlib import Path
 from types import FrameType
 
 from checkout import ROOT, use_checkout
@@ -26,10 +28,17 @@ import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import sparsebp_cli as sbp  # noqa: E402
+from sparsebp_cli.compare import compare_runs  # noqa: E402
+from sparsebp_cli.plan import Plan  # noqa: E402
+from sparsebp_cli.recipe import load_recipe  # noqa: E402
+from sparsebp_cli.run import JournalWriter, RunFolder, State  # noqa: E402
+from sparsebp_cli.worker.ending import StopRequest  # noqa: E402
+from sparsebp_cli.worker.training import Training  # noqa: E402
 
 PACKAGE = f"{ROOT / 'sparsebp_cli'}/"
 TARGET = "model.layers.0.mlp.down_proj"  # the one linear with a policy in the path `linear`
-COUNTED = 3  # number of the pass
+COUNTED = 3  # number of the pass or step
+SHORT = ("training.max_steps=4", "training.warmup_steps=1", "training.per_device_train_batch_size=4")
 
 
 @dataclass
@@ -148,6 +157,48 @@ def count_lossless() -> Calls:
     return calls
 
 
+def count_step() -> Calls:
+    """Count a dense step of the quickstart in the worker: batch, forward, backward, update, records."""
+    with tempfile.TemporaryDirectory() as folder:
+        return train("quickstart-dense", Path(folder))
+
+
+def count_compare() -> Calls:
+    """Count the comparison of two runs, those of the quickstart."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [Path(folder, name) for name in ("quickstart-dense", "quickstart")]
+        for run in runs:
+            run.mkdir()
+            train(run.name, run)
+        with counting() as calls:
+            compare_runs([RunFolder(run) for run in runs])
+    return calls
+
+
+def train(recipe: str, folder: Path) -> Calls:
+    """Train a recipe of the folder ``start`` for four steps in this process, and count the calls of one step."""
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n} and {n} is", "completion": "{2 * n}"}}\n' for n in range(64)))
+    changes = (*SHORT, f"dataset.name={rows}", "~dataset.eval_split", "measure.eval_examples=8", "target.device=cpu")
+    plan = Plan(recipe=load_recipe(ROOT / f"recipes/start/{recipe}.yaml", changes))
+    plan.save(folder)
+    with JournalWriter(folder, durable=False) as journal:
+        training = Training.build(plan, RunFolder(folder), journal, StopRequest())
+        train_step, counted = training._train_step, Calls()  # noqa: SLF001 - a step has no public name
+
+        def count() -> dict[str, float | None]:
+            nonlocal counted
+            if training.step != COUNTED - 1:
+                return train_step()
+            with counting() as counted:
+                return train_step()
+
+        training._train_step = count  # type: ignore[method-assign]  # noqa: SLF001
+        training.run_to_end()
+        journal.write("end", status=State.FINISHED, step=training.step, text="")
+    return counted
+
+
 def build_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -166,6 +217,8 @@ PATHS = {
     "tokens": ("a forward with tokens chosen at random, detach", count_tokens),
     "lossless": ("forward and backward of a padded batch under lossless", count_lossless),
     "eager": ("a backward pass with update: eager", count_eager),
+    "step": ("a dense training step of the worker", count_step),
+    "compare": ("a comparison of two runs", count_compare),
 }
 
 

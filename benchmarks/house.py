@@ -1,5 +1,6 @@
 """Prints the layout of the package: its files, its rooms, and the direction of imports.
 
+    python benchmarks/house.py --goals      # sizes that one engineer can carry, beside their limits
     python benchmarks/house.py --words      # words of each group of pages, beside its limit
     python benchmarks/house.py --features   # lines of each feature of the core, by features.yaml
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import re
 import tokenize
 import tomllib
@@ -18,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -28,6 +31,7 @@ PACKAGES = (
     "plugins/sparsebp-lab/sparsebp_lab",
     "plugins/sparsebp-tools/sparsebp_tools",
 )  # whose files the rules of the house hold
+HOPS = re.compile(r"^\| `(\w+)` \|.*\| (\d+) \|$", re.MULTILINE)  # a row of the table of counts
 Graph = Mapping[str, frozenset[str]]
 
 
@@ -293,6 +297,59 @@ def count_pages(root: Path) -> dict[str, tuple[int, int, int]]:
     return counts
 
 
+def measure_goals(root: Path) -> dict[str, tuple[float, float]]:
+    """Return each size of the project, and the most that it shall be.
+
+    A verb of a package does not count as one of the core, nor do the options of policies and targets as recipe keys.
+    ``hops`` are read from ARCHITECTURE.md, where a test holds them; ``benchmarks/hops.py`` counts them.
+    """
+    hops = {row[1]: int(row[2]) for row in HOPS.finditer((root / "ARCHITECTURE.md").read_text())}
+    results = sum(path.stat().st_size for path in (root / "docs/results").rglob("*") if path.is_file())
+    entries = [path for path in (root / PACKAGE).iterdir() if path.name not in ("__pycache__", "py.typed")]
+    return {
+        "core, lines": (_count_lines(root / PACKAGE), 64_000),
+        "core and plug-ins, lines": (
+            _count_lines(root / PACKAGE) + sum(map(_count_lines, root.glob("plugins/*/sparsebp_*"))),
+            99_000,
+        ),
+        "entries at the top of the core": (len(entries), 20),
+        "Protocols of the core": (len(find_protocols(root)), 15),
+        "class names with several homes": (len(find_shared_names(root)), 5),
+        "hops of a training step": (hops["step"], 900),
+        "hops of a lossless batch": (hops["lossless"], 70),
+        "hops of a comparison": (hops["compare"], 1300),
+        "verbs of the core": (len(find_verbs(root)), 22),
+        "recipe keys": (len(find_keys(root)), 85),
+        "docs/results, MB": (round(results / 1e6, 1), 3),
+    }
+
+
+def _count_lines(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+def find_verbs(root: Path) -> list[str]:
+    """Return the verbs that the core itself defines, from the table in ``cli/app.py``."""
+    tree = ast.parse((root / PACKAGE / "cli/app.py").read_text())
+    tables = [one.value for one in tree.body if isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == "VERBS"]
+    return [node.id for table in tables for node in ast.walk(table) if isinstance(node, ast.Name)]
+
+
+def find_keys(root: Path) -> list[str]:
+    """Return the recipe keys that hold a value, from the schema of recipes."""
+    schema = json.loads((root / "docs/recipe.schema.json").read_text())
+
+    def find(node: Mapping[str, Any], path: str) -> list[str]:
+        found = []
+        for key, value in node.get("properties", {}).items():
+            refs = [Path(one["$ref"]).name for one in (value, *value.get("anyOf", ())) if "$ref" in one]
+            inner = [name for ref in refs for name in find(schema["$defs"][ref], f"{path}{key}.")]
+            found += inner or [f"{path}{key}"]
+        return found
+
+    return find(schema, "")
+
+
 def print_words(root: Path) -> None:
     """Print pages and words of each group beside their limits."""
     print(f"{'group':28}{'pages':>6}{'most':>6}{'by hand':>9}{'most':>8}{'in all':>8}")
@@ -305,10 +362,15 @@ def main() -> None:
     """Print the counts of a checkout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1], help="a checkout; this one")
+    parser.add_argument("--goals", action="store_true", help="sizes of the project, and nothing else")
     parser.add_argument("--words", action="store_true", help="words of each group of pages, and nothing else")
     parser.add_argument("--features", action="store_true", help="lines of each feature of the core, and nothing else")
     arguments = parser.parse_args()
     root: Path = arguments.root
+    if arguments.goals:
+        for name, (value, most) in measure_goals(root).items():
+            print(f"{name:32}{value:>8,}   at most {most:>6,}{'' if value <= most else '   beyond'}")
+        return
     if arguments.words:
         print_words(root)
         return

@@ -70,7 +70,7 @@ def test_the_drawing_has_every_room_in_its_layer() -> None:
     assert lines == contract[0]["layers"]
 
 
-@pytest.mark.parametrize("path", ["linear", "pass", "lossless", "eager"])
+@pytest.mark.parametrize("path", ["linear", "pass", "lossless", "eager", "step", "compare"])
 def test_the_counts_of_the_page_are_those_that_the_script_measures(hops: ModuleType, path: str) -> None:
     shown = {name: tuple(map(int, numbers)) for name, *numbers in COUNTS.findall(PAGE)}
     calls = hops.PATHS[path][1]()
