@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.answer.recipe_record import DataAnswer
-from sparsebp_cli.cli.option import Changes, resolve_one
+from sparsebp_cli.cli.option import Changes, OneRecipe
 from sparsebp_cli.cli.screen import Output, console
 
 
 def data(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="A recipe, or the plan.json of a run.", callback=resolve_one)
-    ],
+    recipe: OneRecipe,
     changes: Changes = None,
     output: Annotated[
         Output, typer.Option("-o", "--output", help="A table and examples for people, or JSON with token ids.")

@@ -29,6 +29,15 @@ def resolve_one(given: Path | None) -> Path | None:
     return given and resolve_recipe(given)
 
 
+OneRecipe = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe, or the plan.json of a run.",
+        callback=resolve_one,
+        autocompletion=complete_recipe,
+    ),
+]
 OneRun = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
 ManyRuns = Annotated[list[str], typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
 Recipes = Annotated[

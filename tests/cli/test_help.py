@@ -23,3 +23,13 @@ def test_each_verb_has_an_example_that_its_command_line_reads(
     ours, given, *words = shlex.split(verb.epilog.removeprefix("Example: "))
     assert (ours, given) == ("sparsebp", name)
     assert verb.make_context(name, words).args == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_that_is_a_recipe_may_be_the_name_of_one_that_ships(name: str) -> None:
+    verb = COMMAND.get_command(None, name)  # type: ignore[attr-defined, arg-type]
+    argument = next((one for one in verb.params if one.metavar == "RECIPE" and one.param_type_name == "argument"), None)
+    if argument is not None:
+        word = "topk-rows" if argument.nargs == 1 else ["topk-rows"]
+        found = argument.process_value(typer.Context(verb), word)
+        assert [one.name for one in ([found] if isinstance(found, Path) else found)] == ["topk-rows.yaml"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli.cli.answer import tell
-from sparsebp_cli.cli.option import Changes
+from sparsebp_cli.cli.option import Changes, OneRecipe
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, console, make_table, print_screenful
 from sparsebp_lab.answer.worth_record import Interval, PolicyWorth, WorthAnswer
@@ -36,7 +36,7 @@ LESSON = {
 
 
 def worth(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the plan.json of a run.")],
+    recipe: OneRecipe,
     every: Annotated[
         bool,
         typer.Option(
