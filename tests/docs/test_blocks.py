@@ -85,7 +85,7 @@ def test_a_wrong_verb_or_option_would_be_noticed() -> None:
             _parse(words)
 
 
-RECIPES = [block for block in blocks("yaml") if not block.text.startswith(("version: 1\nstudy:", "paper:"))]
+RECIPES = [block for block in blocks("yaml") if not block.text.startswith(("version: 1\nstudy:", "paper:", "vary:"))]
 STUDIES = [block for block in blocks("yaml") if block not in RECIPES]
 
 
@@ -96,7 +96,7 @@ def test_every_study_is_accepted(block: Block, tmp_path: Path) -> None:
     text = block.text
     if "study:" not in text:  # a part of one
         arms = "arms: {dense: {}, topk: {policy: [{name: topk, keep: 0.25}]}}"
-        text = f"version: 1\nstudy: mine\nbase: recipes/start/python-docs.yaml\n{arms}\nseeds: {{report: 0-2}}\n{text}"
+        text = f"version: 1\nstudy: mine\nbase: recipes/start/python-docs.yaml\n{arms}\nseeds: {{report: 3-5}}\n{text}"
     (tmp_path / "study.yaml").write_text(text)
     assert load_study(tmp_path / "study.yaml").firsts
 
