@@ -110,8 +110,9 @@ def forward_hooks_of(module: nn.Module) -> list[object]:
     return list(module._forward_hooks.values())  # noqa: SLF001
 
 
-# Hooks of these libraries belong to the model's own computation, or to the engine.
-LIBRARIES = ("sparsebp_cli", "torch", "transformers", "accelerate", "peft")
+# Hooks of these libraries belong to the model's own computation, or to the engine. Those of peft do not: they pass an
+# adapter one value for each example of the plain batch.
+LIBRARIES = ("sparsebp_cli", "torch", "transformers", "accelerate")
 
 
 def find_hook(model: nn.Module, *, inside: bool = False) -> str:
@@ -130,10 +131,11 @@ def find_hook(model: nn.Module, *, inside: bool = False) -> str:
             function = hook
             while isinstance(function, functools.partial):
                 function = function.func
-            home = str(getattr(function, "__module__", None) or type(function).__module__)
-            if home.partition(".")[0] not in LIBRARIES:
+            home = str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+            if home not in LIBRARIES:
                 name = getattr(function, "__qualname__", type(function).__qualname__)
-                return f"a hook of the script ({name}, at {where or 'the model'!r}) would see rows"
+                owner = "peft" if home == "peft" else "the script"
+                return f"a hook of {owner} ({name}, at {where or 'the model'!r}) would see rows"
     return ""
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -188,6 +189,23 @@ def test_a_hook_inside_of_the_packed_layers_is_named_and_the_step_is_plain() -> 
         assert "a hook of the script (" in engine.notes["packing"]
         assert "at 'model.layers.0') would see rows: the plain step is used" in engine.notes["packing"]
     handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("verify", ["never", "first"])
+def test_an_adapter_that_begins_at_a_token_of_each_example_runs_plainly(verify: str) -> None:
+    options: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    config = LoraConfig(r=2, alora_invocation_tokens=[7], init_lora_weights=False, **options)
+    model, batch = get_peft_model(make(), config), make_batch(lengths=(20,))
+    batch["input_ids"][0, 9] = 7
+    padding = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    batch = {name: functional.pad(value, (0, 4), value=padding[name]) for name, value in batch.items()}
+    model(**batch).loss.backward()
+    expected = gradient(model)
+    with sbp.attach(model, sbp.make_policy("lossless", verify=verify)) as engine:
+        engine.backward(model(**batch).loss)
+        assert torch.allclose(gradient(model), expected)
+        assert "a hook of peft (" in engine.notes["packing"]
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
