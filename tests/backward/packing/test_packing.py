@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoHaConfig, LoKrConfig, OFTConfig, get_peft_model
+from peft import LilyConfig, LoHaConfig, LoKrConfig, OFTConfig, PveraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -481,6 +481,15 @@ def test_a_term_that_a_model_adds_to_its_loss_is_kept(dtype: torch.dtype) -> Non
 def test_what_is_not_exact_is_refused_by_name(make: Callable[[], nn.Module], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         sbp.attach(make(), "lossless")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("kind", [LilyConfig, PveraConfig])
+def test_an_adapter_that_mixes_positions_needs_a_comparison(kind: Any) -> None:
+    model = get_peft_model(llama(), kind(r=2, target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match=f"{kind.__name__}, .* set verify to first"):
+        sbp.attach(model, sbp.make_policy("lossless", verify="never"))
+    sbp.attach(model, "lossless").detach()
 
 
 def _drop(module: nn.Module) -> None:

@@ -95,7 +95,7 @@ class PackingPlanner(PackedModel):
         self.pair = PairPacking(policy, self.model) if is_pair(self.model) else None
         self.head = self.model.get_output_embeddings() if self.pair is not None else find_head(self.model)
         self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
-        refuse_inexact(self.model)
+        refuse_inexact(self.model, policy.verify)
         # The only foreign forward that packing supports is trl's.
         if not has_fused_head(self.model):
             check_free("the model", self.model)

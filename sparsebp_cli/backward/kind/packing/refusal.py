@@ -20,6 +20,7 @@ from sparsebp_cli.backward.kind.packing.loss import has_own_loss
 from sparsebp_cli.backward.kind.packing.mixer import find_mixers
 from sparsebp_cli.backward.observe.internals import is_batch_norm
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy.composition import ADAPTER_TYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,8 +35,11 @@ OUTPUTS = {ATTENTIONS, STATES}  # optional outputs of a forward: if they need ev
 WAY_OUT = "train it without lossless, and avoid padding by batches of equal lengths (group_by_length, group_by: length)"
 
 
-def refuse_inexact(model: PreTrainedModel) -> None:
-    """Raise :class:`UnsupportedError` for a model whose rows depend on the arrangement of the batch."""
+def refuse_inexact(model: PreTrainedModel, verify: str) -> None:
+    """Raise :class:`UnsupportedError` for a model whose rows depend on the arrangement of the batch. ``verify`` is the
+    policy's option."""
+    if verify == "never":
+        _refuse_unverified(model)
     name, config = type(model).__name__, model.config
     is_pair = getattr(config, "is_encoder_decoder", False)  # the first batch shows whether its attention is supported
     if is_pair and (getattr(config, "num_experts", None) or getattr(config, "expert_capacity", None)):
@@ -97,6 +101,17 @@ def _refuse_attention(model: PreTrainedModel, name: str) -> None:
 def _knows_balance(model: PreTrainedModel) -> bool:
     """Return whether the loss that balances experts can be computed from packed rows."""
     return find_coefficient(model) is not None and find_head(model) is not None
+
+
+def _refuse_unverified(model: PreTrainedModel) -> None:
+    """Raise :class:`UnsupportedError` for an adapter of peft that may mix positions, if no comparison would show it."""
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
+        if kind not in {"lora", "adalora", *ADAPTER_TYPES} or getattr(config, "velora_config", None):
+            raise UnsupportedError(
+                f"lossless with verify: never does not support {type(config).__name__}, which may mix the positions of "
+                "a batch: set verify to first"
+            )
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
