@@ -38,8 +38,7 @@ WAY_OUT = "train it without lossless, and avoid padding by batches of equal leng
 def refuse_inexact(model: PreTrainedModel, verify: str) -> None:
     """Raise :class:`UnsupportedError` for a model whose rows depend on the arrangement of the batch. ``verify`` is the
     policy's option."""
-    if verify == "never":
-        _refuse_unverified(model)
+    _refuse_unverified(model, verify)
     name, config = type(model).__name__, model.config
     is_pair = getattr(config, "is_encoder_decoder", False)  # the first batch shows whether its attention is supported
     if is_pair and (getattr(config, "num_experts", None) or getattr(config, "expert_capacity", None)):
@@ -103,9 +102,9 @@ def _knows_balance(model: PreTrainedModel) -> bool:
     return find_coefficient(model) is not None and find_head(model) is not None
 
 
-def _refuse_unverified(model: PreTrainedModel) -> None:
+def _refuse_unverified(model: PreTrainedModel, verify: str) -> None:
     """Raise :class:`UnsupportedError` for an adapter of peft that may mix positions, if no comparison would show it."""
-    for config in (getattr(model, "peft_config", None) or {}).values():
+    for config in (getattr(model, "peft_config", None) or {}).values() if verify == "never" else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
         if kind not in {"lora", "adalora", *ADAPTER_TYPES} or getattr(config, "velora_config", None):
             raise UnsupportedError(
