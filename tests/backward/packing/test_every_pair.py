@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BartModel,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -206,8 +215,12 @@ def test_an_encoder_decoder_with_nothing_to_leave_out_is_plain_bit_for_bit() -> 
     assert all(torch.equal(one, other) for one, other in zip(expected[1], got[1], strict=True))
 
 
-def test_an_encoder_decoder_without_a_language_model_is_refused_by_name() -> None:
-    from transformers import BartModel
-
-    with pytest.raises(UnsupportedError, match="BartModel is an encoder-decoder without a language-model head"):
+def test_an_encoder_decoder_without_a_head_above_its_decoder_is_refused() -> None:
+    text = "{} is an encoder-decoder without a language-model head above its decoder"
+    with pytest.raises(UnsupportedError, match=text.format("BartModel")):
         sbp.attach(BartModel(bart().config).train(), "lossless")
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
+    sides = [BertConfig(**sizes, num_hidden_layers=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)] * 2
+    joined = EncoderDecoderModel(EncoderDecoderConfig.from_encoder_decoder_configs(*sides))
+    with pytest.raises(UnsupportedError, match=text.format("EncoderDecoderModel")):
+        sbp.attach(joined.train(), "lossless")

@@ -86,8 +86,11 @@ class PairPacking:
         name = type(model).__name__
         self.encoder, self.decoder = model.get_encoder(), model.get_decoder()
         parts: tuple[Any, ...] = (self.encoder, self.decoder, model.get_output_embeddings())
-        if any(not isinstance(part, nn.Module) for part in parts) or self.encoder is model or self.decoder is model:
-            raise UnsupportedError(f"{name} is an encoder-decoder without a language-model head, which lossless needs")
+        # The head of transformers' EncoderDecoderModel belongs to its decoder.
+        if not all(isinstance(part, nn.Module) for part in parts) or model in parts or parts[2] in parts[1].modules():
+            raise UnsupportedError(
+                f"{name} is an encoder-decoder without a language-model head above its decoder, which lossless needs"
+            )
         self._layers: list[nn.Module] = []
         for stack, num_attentions in ((self.encoder, 1), (self.decoder, 2)):
             check_free("the encoder or the decoder", stack)
