@@ -330,10 +330,42 @@ def test_what_the_user_freezes_or_thaws_meanwhile_stays_so() -> None:
         assert step() == [False, True, True, True]
         model[2].requires_grad_(False)
         assert step() == [False, True, False, True]
-        model[0].requires_grad_(True)  # the policy says at the next step again that it is not
-        step()
+        model[0].requires_grad_(True)  # the policy says at the next forward again that it is not
         assert step() == [False, True, False, True]
         model[2].requires_grad_(True)
         assert step() == [False, True, True, True]
         model[3].requires_grad_(False)
     assert [layer.weight.requires_grad for layer in model] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("update", ["deferred", "eager"])
+@pytest.mark.parametrize("between", [False, True])
+def test_a_reference_without_adapters_thaws_no_layer_that_rests(update, checkpointing, between) -> None:
+    """peft's ``disable_adapter()``, as trl runs it for the reference model, sets ``requires_grad`` of all adapters."""
+    model, ids = lora_llama(3), tokens(0)
+    if checkpointing:
+        checkpoint_activations(model)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(adapters, lr=0.1)
+
+    def run_reference() -> None:
+        with model.disable_adapter(), torch.no_grad():
+            model(input_ids=ids)
+
+    with sbp.attach(model, {"name": "frozen", "turn": "layers"}, optimizer=optimizer, update=update) as engine:
+        for turn in (2, 1, 0):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            for number in range(2):  # micro-batches
+                if not between:
+                    run_reference()
+                loss = model(input_ids=ids, labels=ids).loss
+                if between:
+                    run_reference()
+                engine.backward(loss, is_last=number == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+            assert moved
+            assert all(f"layers.{turn}." in name for name in moved)
+    assert all(p.requires_grad for p in adapters)

@@ -141,6 +141,7 @@ class Engine:
             raise UsageError("engine.backward was called inside another engine.backward: call them one after the other")
         loss = settle(loss)
         if self.enabled:
+            self._enable(True)  # see _note_call; autograd adds nothing to a leaf that no longer requires a gradient
             self._places.check()
             self._check_site_in_graph(loss)
             self._trials.check_made(self._clock.now())
@@ -281,6 +282,8 @@ class Engine:
 
     def _note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the call of a training forward whose graph the engine will read."""
+        if self.enabled:  # a script, or peft's disable_adapter(), may have set requires_grad of frozen parameters
+            self._enable(True)
         number = self._counter.num_backwards + 1
         if self._calls is not None and self.enabled and not self._clock.draw and not number & (number - 1):
             self._calls.append(CallShape.of(args, kwargs))
