@@ -139,6 +139,19 @@ def find_hook(model: nn.Module, *, inside: bool = False) -> str:
     return ""
 
 
+def find_switches(model: nn.Module) -> tuple[object, ...]:
+    """Return what a script may switch between two forwards without changing a value of a parameter: which parameters
+    are trained, and which adapters of peft act and how strongly.
+    """
+    adapters = (
+        repr(vars(module)[name])
+        for module in model.modules()
+        for name in ("_active_adapter", "_disable_adapters", "scaling")
+        if name in vars(module)
+    )
+    return (*(parameter.requires_grad for parameter in model.parameters()), *adapters)
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module normalises by the whole batch; its kinds share a base that is not public."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001

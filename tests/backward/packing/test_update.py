@@ -185,6 +185,49 @@ def test_checkpointing_adapters_and_frozen_layers_change_nothing(way: str) -> No
     assert "compared with the plain one in 6 of 6" in engine.notes["packing"]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.parametrize("verify", ["never", "always"])
+@pytest.mark.parametrize("way", ["other adapter", "no adapter", "stronger adapter", "frozen layer"])
+def test_a_micro_batch_with_other_adapters_shares_no_prefix(way: str, verify: str) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(build(), config).train()
+    model.add_adapter("other", config)
+    model.requires_grad_(True)
+    batches = split(make_rows(), 4, "answers")
+
+    def switch(*, on: bool) -> None:
+        if way == "other adapter":
+            model.set_adapter("other" if on else "default")
+            model.requires_grad_(True)
+        elif way == "no adapter":
+            (model.base_model.disable_adapter_layers if on else model.base_model.enable_adapter_layers)()
+            model.requires_grad_(True)
+        elif way == "stronger adapter":
+            for module in model.modules():
+                if isinstance(module, peft.tuners.lora.LoraLayer):
+                    module.set_scale("default", 3.0 if on else 1.0)
+        else:
+            model.base_model.model.model.layers[1].requires_grad_(not on)
+
+    def run(engine: Any) -> list[Tensor]:
+        if engine is not None:
+            engine.expect(batches)
+        for number, batch in enumerate(batches):
+            switch(on=number == 1)
+            loss = model(**batch, num_items_in_batch=50).loss
+            loss.backward() if engine is None else engine.backward(loss)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return grads
+
+    expected = run(None)
+    with attach(model, verify=verify) as engine:
+        assert error(expected, run(engine)) < LIMIT
+        assert "1 micro-batches ran alone: " in engine.notes["packing of updates"]
+
+
 def test_a_loss_of_ones_own_over_logits_has_the_same_gradient() -> None:
     model, rows = build(), make_rows()
     expected = alone(model, rows, "answers")
@@ -302,7 +345,7 @@ def test_a_forward_that_reads_more_than_was_said_computes_its_own(which: int) ->
         for batch in given:
             engine.backward(model(**batch, num_items_in_batch=items).loss)
         assert error(expected, take_gradients(model)) < LIMIT
-        assert "1 micro-batches read more positions than engine.expect got" in engine.notes["packing of updates"]
+        assert "1 micro-batches ran alone: they read more positions" in engine.notes["packing of updates"]
 
 
 def test_micro_batches_without_a_common_prefix_run_as_without_a_plan() -> None:

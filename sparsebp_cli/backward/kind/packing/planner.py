@@ -67,6 +67,7 @@ from sparsebp_cli.backward.kind.packing.tiled_head import TiledHead
 from sparsebp_cli.backward.kind.packing.update import Collected, HeldRows, KeptRows, UpdatePlan
 from sparsebp_cli.backward.kind.packing.verify import Check, Comparisons
 from sparsebp_cli.backward.kind.packing.weight import DeadExamples
+from sparsebp_cli.backward.observe.internals import find_switches
 from sparsebp_cli.backward.patch.forward import (
     ForwardPatches,
     check_free,
@@ -322,7 +323,10 @@ class PackingPlanner(PackedModel):
             return None
         rows = update.batches[number].rows
         read = rows.real_BT if read_BT is None else read_BT
-        if (read & ~rows.read_BT).any() or self.returns_states(inputs):  # held rows do not store these outputs
+        switches = find_switches(self.model)
+        update.switches = update.switches or switches
+        fits = switches == update.switches and not (read & ~rows.read_BT).any()
+        if not fits or self.returns_states(inputs):  # held rows do not store these outputs
             update.withdraw(number)
             self._held.alone += 1
             return None

@@ -124,6 +124,7 @@ class UpdatePlan:
             self.batches.append(MicroBatch(rows, known_by, paths[number : number + len(rows.needed_BT)]))
         self.held = self._find_held()
         self._guard: Any = None
+        self.switches: tuple[object, ...] = ()  # trained parameters and adapters of the first forward
 
     def _find_held(self) -> dict[int, HeldSegment]:
         users: dict[int, list[int]] = {}
@@ -338,7 +339,7 @@ class HeldRows:
     shared: int = 0  # updates whose micro-batches had common prefixes
     saved: int = 0  # rows that were not computed again
     most: int = 0  # largest number of rows held at a time
-    alone: int = 0  # micro-batches that read more than the script declared
+    alone: int = 0  # micro-batches that read more than the script declared, or in another state of the model
     unfit: int = 0  # updates with a micro-batch that cannot share prefixes with others
     refused: str = ""  # why prefixes are shared only within each batch; empty: they are shared over the update
 
@@ -366,7 +367,10 @@ class HeldRows:
             return "prefixes are shared only within each batch: pass the micro-batches of an update to engine.expect"
         if not self.shared:
             return f"the micro-batches of {self.updates} updates have no prefix in common"
-        alone = f"; {self.alone} micro-batches read more positions than engine.expect got, and ran alone"
+        alone = (
+            f"; {self.alone} micro-batches ran alone: they read more positions than engine.expect got, or with other "
+            "adapters or other trained parameters"
+        )
         return (
             f"{self.saved:,} token positions not computed again, in {self.shared} of {self.updates} updates whose "
             f"micro-batches have prefixes in common; at most {self.most:,} held at a time{alone if self.alone else ''}"
