@@ -24,6 +24,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
@@ -481,6 +482,34 @@ def test_a_term_that_a_model_adds_to_its_loss_is_kept(dtype: torch.dtype) -> Non
 def test_what_is_not_exact_is_refused_by_name(make: Callable[[], nn.Module], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         sbp.attach(make(), "lossless")
+
+
+class _OwnTerm(LlamaForCausalLM):
+    """A script's own forward, without position_ids: its loss has a term that needs the mask."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **options: Any) -> Any:
+        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, **options)
+        if labels is not None:
+            size_BT = output.logits.logsumexp(-1) * attention_mask
+            output.loss = self.loss_function(output.logits, labels, 64) + size_BT.square().sum() / attention_mask.sum()
+        return output
+
+
+class _Shifted(LlamaForCausalLM):
+    """Another, whose head reads each position's state and that of the position before."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **options: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **options).last_hidden_state
+        logits = self.lm_head(hidden + nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
+        loss = None if labels is None else self.loss_function(logits, labels, 64)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("kind", [_OwnTerm, _Shifted])
+def test_a_forward_of_the_script_keeps_its_loss_and_positions(kind: Any) -> None:
+    model = llama(kind)
+    real = [each for each in SOME if each[0] != "left"]  # the shift reads padding on the left
+    assert errors(model, real, verify="never") == {}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21

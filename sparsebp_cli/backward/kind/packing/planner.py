@@ -463,7 +463,7 @@ class PackingPlanner(PackedModel):
         ``before`` are rows that other micro-batches of the update computed. ``keeps`` collects keys and values of the
         rows. ``count_N`` is the number of positions of each row; None: one.
         """
-        names = argument_names(self.model)
+        names = argument_names(self.stack if self.head is None else self.model)  # of what ``run`` calls
         taken: dict[str, Any] = {
             name: inputs[name].flatten(0, 1).index_select(0, layout.source_N)[None]
             for name in BATCH

@@ -235,4 +235,6 @@ def reads_first(model: PreTrainedModel) -> bool:
 def find_head(model: PreTrainedModel) -> nn.Module | None:
     """Return the head of a causal language model with transformers' loss; None for any other model."""
     head: nn.Module | None = model.get_output_embeddings() if has_causal_loss(model) else None
-    return None if head is None or has_own_loss(model, head) else head
+    # A script's own class may not name position_ids, which packed rows need.
+    is_named = "position_ids" in argument_names(model) or "position_ids" not in argument_names(model.base_model)
+    return head if head is not None and is_named and not has_own_loss(model, head) else None
