@@ -12,6 +12,7 @@ import typer
 from sparsebp_cli.cli.answer import tell, warn
 from sparsebp_cli.cli.answer.run_record import PlannedRun, RunOutcomes, RunPlans
 from sparsebp_cli.cli.follow import Followed, follow_all, make_outcome, make_outcomes
+from sparsebp_cli.cli.idle_key import find_idle_keys
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Changes, Detach, Format, Like, OptionalRecipes, Seeds
 from sparsebp_cli.cli.screen import Output, print_line
@@ -112,6 +113,8 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
     for file in recipes:
         recipe, origin, unknown = load_checked(file, changes)
         _warn_of_near_name(file, recipe, unknown)
+        for text in find_idle_keys(recipe, [origin.resolve().parent, Path.cwd()]):
+            warn(f"{file}: {text}")
         variants = [recipe] if numbers is None else [with_seed(recipe, number) for number in numbers]
         plans += [make_plan(variant, origin) for variant in variants]
     return plans

@@ -10,6 +10,7 @@ import typer
 
 from sparsebp_cli.cli.answer import Problem, tell
 from sparsebp_cli.cli.answer.recipe_record import CheckedRecipe, CheckedRecipes
+from sparsebp_cli.cli.idle_key import find_idle_keys
 from sparsebp_cli.cli.option import Changes, Format, Recipes, Seeds
 from sparsebp_cli.cli.screen import Output, print_error, print_line
 from sparsebp_cli.cli.worker_answer import ask_worker
@@ -99,7 +100,9 @@ def validate(
                 studies += studies_tool.check(file, changes or [], check_sources)
                 continue
             recipe, origin, unknown = load_checked(file, changes or [])
-            notes = [*warn_of_device(recipe), *warn_of_data(recipe, origin, unknown)]
+            idle = find_idle_keys(recipe, [origin.resolve().parent, Path.cwd()])
+            notes = [*warn_of_device(recipe), *(f"warning: {text}" for text in idle)]
+            notes += warn_of_data(recipe, origin, unknown)
             notes += preview(make_plan(recipe, file)) if probe else []
         except SparseBPError as error:
             # What was found in data or model names neither the recipe nor its line.
