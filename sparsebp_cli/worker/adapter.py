@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sparsebp_cli.backward.linear.quantized import find_quantized
-from sparsebp_cli.errors import DataError
+from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.policy.composition import READERS, find_adapter_options
 from sparsebp_cli.recipe.schema import ModelSection
 from sparsebp_cli.run import durable
@@ -64,6 +65,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection, architecture: Ar
     else:
         assert section.peft is not None
         kind, options = section.peft.type.upper(), section.peft.options
+    _refuse_unmatched(model, options, f"model.{find_adapter_key(section)}")
     config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](task_type=PEFT_TASKS[architecture], **options)
     adapted = get_peft_model(model, config)
     source = find_source(section.name, MODELS) if section.name is not None else None
@@ -72,6 +74,18 @@ def add_adapters(model: PreTrainedModel, section: ModelSection, architecture: Ar
     saved: Any = adapted.peft_config["default"]
     saved.base_model_name_or_path, saved.revision = base, section.revision  # as in the recipe, not as found
     return adapted
+
+
+def _refuse_unmatched(model: nn.Module, options: Mapping[str, Any], place: str) -> None:
+    """Raise DataError for a name that matches no module. peft refuses a list only if none of its names matches, and a
+    misspelt ``modules_to_save`` never."""
+    names = [name for name, _ in model.named_modules() if name]
+    for key in ("target_modules", "exclude_modules", "modules_to_save"):
+        given = options.get(key)
+        for wanted in given if isinstance(given, list) else ():
+            if not any(f".{name}".endswith(f".{wanted}") for name in names):
+                near = did_you_mean(str(wanted), {name.rpartition(".")[2] for name in names})
+                raise DataError(f"{place}.{key}: {wanted!r} matches no module of the model{near}")
 
 
 def _drop_unset(options: dict[str, Any]) -> dict[str, Any]:

@@ -247,6 +247,21 @@ def test_a_wrong_key_of_adapters_is_one_line(tmp_path: Path, model: str, says: s
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lora": {"target_modules": ["q_proj", "v_pro"]}}, "lora.target_modules: 'v_pro' .*; did you mean v_proj?"),
+        ({"lora": {"modules_to_save": ["lm_haed"]}}, "lora.modules_to_save: 'lm_haed' .*; did you mean lm_head?"),
+        ({"peft": {"type": "loha", "target_modules": ["layers.0.self_attn.q_proj", "proj"]}}, "peft.*: 'proj' matches"),
+    ],
+)
+def test_a_name_that_matches_no_module_is_refused_beside_one_that_does(options: dict[str, Any], says: str) -> None:
+    section = ModelSection.model_validate({"name": "austen-llama", **options})
+    with pytest.raises(DataError, match=f"model.{says}") as caught:
+        add_adapters(llama(), section, "causal")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"peft_type": "XLORA"}, "peft_type must be one of"),
