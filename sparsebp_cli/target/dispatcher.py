@@ -187,7 +187,7 @@ class Dispatcher:
         self._pause = min(self._pause * GROWTH, engine.slowest_seconds)
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline:
-            if worst == 0 and any(remote.has_new_request for remote in self._followed):
+            if any(remote.has_new_request for remote in self._followed):
                 return
             self._sleep(min(SLICE_SECONDS, pause))
 

@@ -41,14 +41,22 @@ class RemoteJob(RunHandle):
         if self.status().over:
             return self.status()
         durable.write_file(self._run.cancel_file, str(grace_seconds))
-        unreachable_since = time.monotonic()
+        unreachable_since, before = time.monotonic(), self._last_attempt()
         while not self.settled():
+            latest = self._last_attempt()  # before the status, which must not be older
             if self.status() is not State.UNREACHABLE:
                 unreachable_since = time.monotonic()
-            elif time.monotonic() - unreachable_since > PATIENCE_SECONDS:
-                return self.status()  # the remote runner cancels it as soon as the target answers
+            elif latest != before or time.monotonic() - unreachable_since > PATIENCE_SECONDS:
+                break  # the remote runner tried again in vain; it cancels the run as soon as the target answers
             time.sleep(POLL_SECONDS)
         return self.status()
+
+    def _last_attempt(self) -> int:
+        """Return when the remote runner last wrote what it knows of the target; 0 if never."""
+        try:
+            return self._run.target_file.stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def fetch(self) -> Path:
         launch = Launch.load(self._run)

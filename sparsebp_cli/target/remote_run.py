@@ -37,6 +37,7 @@ class RemoteRun:
         self._save_lock = threading.Lock()
         self._before = Launch.load(run)
         self._obeyed: dict[str, float] = {}
+        self._polled_with = ""  # the request that the last poll knew
         self._follower: Follower | None = None
         self._tracking_warning = ""  # kept when a warning about the target is cleared
         self.failures = 0
@@ -57,8 +58,8 @@ class RemoteRun:
 
     @property
     def has_new_request(self) -> bool:
-        """Whether the user made a request (stop, kill, cancel) that was not carried out yet."""
-        return self._request() not in {"", *self._obeyed}
+        """Whether the user made a request (stop, kill, cancel) since the last poll began."""
+        return self._request() not in {"", self._polled_with}
 
     def adopt_worker(self) -> bool:
         """Follow the run's worker if the engine already has one. Return whether it has."""
@@ -109,6 +110,7 @@ class RemoteRun:
 
     def poll(self) -> None:
         """Read the worker's status once and act on it. Record a target that does not answer as unreachable."""
+        self._polled_with = self._request()
         try:
             status = self._engine.status(self.run, self._launch.handle)
             if status.phase is Phase.OVER:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,41 @@ def test_a_line_that_is_cut_for_days_is_still_tried(fake: FakeTarget, monkeypatc
     until(lambda: len(tries) > 1100)  # 2.0**1024 is too large for a float
     fake.engine.mend()
     until(lambda: job.status() is State.RUNNING)
+    assert job.cancel() is State.CANCELLED
+
+
+def test_a_cancellation_tries_a_silent_target_at_once_and_does_not_wait_for_it(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher._pause_after", lambda failures: 3600.0)
+    monkeypatch.setattr("sparsebp_cli.target.remote.PATIENCE_SECONDS", 3600.0)
+    run = make_run("slow")
+    job = fake.submit(run)
+    wait_for_step(run)
+    fake.engine.cut()
+    until(lambda: job.status() is State.UNREACHABLE)
+    asking = threading.Thread(target=job.cancel, daemon=True)
+    asking.start()
+    asking.join(60)
+    assert not asking.is_alive()
+    assert job.status() is State.UNREACHABLE
+    run.cancel_file.unlink()
+    fake.engine.mend()
+    job.kill()  # a new request, so the target is tried again
+    assert job.wait(60) is State.INTERRUPTED
+
+
+def test_a_cancellation_of_a_target_that_answers_again_is_carried_out_at_once(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher._pause_after", lambda failures: 3600.0)
+    run = make_run("slow")
+    job = fake.submit(run)
+    wait_for_step(run)
+    fake.engine.cut()
+    until(lambda: job.status() is State.UNREACHABLE)
+    fake.engine.mend()
+    monkeypatch.setattr("sparsebp_cli.target.remote.PATIENCE_SECONDS", 10.0)
     assert job.cancel() is State.CANCELLED
 
 
