@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import stat
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from sparsebp_cli.cli.answer.run_record import FreedRun, FreedRuns
 from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.option import RUN_HELP, Format, ManyRuns
 from sparsebp_cli.cli.quantity import show_count
-from sparsebp_cli.cli.screen import Output, print_line
+from sparsebp_cli.cli.screen import Output, can_ask, print_line
 from sparsebp_cli.cli.stored_run import ask_target, find_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import RunFolder, State, durable, home, list_runs, manifest
@@ -45,7 +44,7 @@ def rm(
     freed = [FreedRun(run_id=run.run_id, name=run.brief()[0], bytes=_size(run.path)) for run in folders]
     size = sum(one.bytes for one in freed)
     if not yes:
-        _ask(folders, size, can_ask=output is Output.TABLE)
+        _ask(folders, size, may_ask=output is Output.TABLE)
     _finish_deletions()
     for folder in folders:
         _delete(folder)
@@ -122,8 +121,8 @@ def _refuse_alive(folders: Sequence[RunFolder]) -> None:
             raise RunBusyError(f"run {name} is {state}: `sparsebp cancel {name}` ends it; nothing was deleted")
 
 
-def _ask(folders: Sequence[RunFolder], size: int, *, can_ask: bool) -> None:
-    if not can_ask or not sys.stdin.isatty():
+def _ask(folders: Sequence[RunFolder], size: int, *, may_ask: bool) -> None:
+    if not may_ask or not can_ask():
         raise UsageError("cannot ask for confirmation without a terminal: add --yes to delete; nothing was deleted")
     for folder in folders[:MOST_NAMED]:
         print_line(f"{folder.run_id} {folder.brief()[0]} ({folder.state()})")

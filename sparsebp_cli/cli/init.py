@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import tempfile
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +14,7 @@ from sparsebp_cli.cli.answer import FileList, tell
 from sparsebp_cli.cli.answer.recipe_record import ShippedLine, ShippedList
 from sparsebp_cli.cli.completion import complete_shipped
 from sparsebp_cli.cli.option import Format
-from sparsebp_cli.cli.screen import Output, console, make_table, print_line
+from sparsebp_cli.cli.screen import Output, can_ask, console, make_table, print_line
 from sparsebp_cli.cli.starter import Task
 from sparsebp_cli.entry_point import find_tool, tell_home
 from sparsebp_cli.errors import RecipeError, UsageError
@@ -118,7 +117,7 @@ def init(
         _convert(file, folder, output)
         return
     if task is None:
-        if output is Output.JSON or not sys.stdin.isatty():
+        if output is Output.JSON or not can_ask():
             raise UsageError(f"init needs --task if there is no terminal; allowed: {', '.join(Task)}")
         task = Task(typer.prompt("Task", default=Task.COMPLETION, type=Task))
         model = model or typer.prompt("Model (installed name, hub id or path)", default="austen-llama")

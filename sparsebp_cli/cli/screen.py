@@ -43,6 +43,11 @@ def console(*, stderr: bool = False) -> Console:
     return _console_class()(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
+def can_ask() -> bool:
+    """Return whether a person can answer at standard input, which may be closed."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def print_line(text: str, *, stderr: bool = False) -> None:
     """Print plain text that is never wrapped, because it may go into a pipe."""
     print(make_visible(text), file=sys.stderr if stderr else sys.stdout, flush=True)

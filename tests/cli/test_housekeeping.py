@@ -84,8 +84,13 @@ def test_rm_deletes_the_runs_that_are_named_and_no_other(call: Cli, write_recipe
     assert [path.name for path in (home() / "runs").iterdir()] == [left.run_id]
 
 
-def test_rm_asks_and_deletes_nothing_where_nobody_answers(call: Cli, write_recipe: Write) -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_rm_asks_and_deletes_nothing_where_nobody_answers(
+    call: Cli, write_recipe: Write, monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
     run = write_run(write_recipe())
+    if is_closed:
+        monkeypatch.setattr(sys, "stdin", None)
     done = call("rm", run.run_id)
     assert done.returncode == 2
     told = "cannot ask for confirmation without a terminal: add --yes to delete; nothing was deleted"

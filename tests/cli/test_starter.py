@@ -262,10 +262,17 @@ def test_a_folder_with_something_in_it_is_refused(call: Cli, tmp_path: Path) -> 
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
+def test_a_closed_standard_input_is_no_terminal(call: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    done = call("init", "mine")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: init needs --task if there is no terminal")
+
+
 def test_a_terminal_is_asked_for_what_is_missing(
     call: Cli, tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb.sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     asked: list[str] = []
     answers = iter(["classification", "austen-llama", "rows.jsonl"])
 
