@@ -79,7 +79,7 @@ class Dispatcher:
             # The worker may have started anyway: each poll looks for it.
             self._waiting[0].mark_unreachable(str(error))
         except SparseBPError as error:
-            self._waiting.pop(0).abandon(describe(error))
+            self._waiting.pop(0).withdraw(describe(error))
             self._abandon_waiting()
             raise
 

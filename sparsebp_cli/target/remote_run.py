@@ -88,8 +88,9 @@ class RemoteRun:
         self._save(sight=str(Phase.WAITING))
 
     def withdraw(self, text: str) -> None:
-        """Release a run whose start was not tried because the engine did not answer. Restore its folder to the state
-        before this process locked it. If it was never started before, record a failure with ``text`` as the reason."""
+        """Release a run that was not started because the engine refused it or did not answer. Restore its folder to the
+        state before this process locked it. If it was never started before, record a failure with ``text`` as the
+        reason."""
         if self._before is not None:
             # An earlier worker may be alive: an unreachable target does not mean that the run is over.
             self._before.save(self.run)

@@ -152,6 +152,25 @@ def test_a_refusal_is_a_failure_with_its_reason(fake: FakeTarget) -> None:
     assert last_end(run)["text"] == "there is no image sparsebp:none"
 
 
+def test_a_refused_resume_leaves_the_run_as_it_was(fake: FakeTarget) -> None:
+    run = make_run("slow")
+    job = fake.submit(run)
+    wait_for_step(run)
+    fake.engine.kill(run)
+    assert job.wait(60) is State.INTERRUPTED
+    ends, known = History.load(run.path).ends, run.target_file.read_text()
+    fake.engine.refusal = "there is no image sparsebp:none"
+    with pytest.raises(RunFailedError, match="no image"):
+        fake.submit(run)
+    assert run.state() is State.INTERRUPTED
+    assert (History.load(run.path).ends, run.target_file.read_text()) == (ends, known)
+    assert not run.is_locked("target")
+    fake.engine.refusal = ""
+    resumed = fake.submit(run)
+    until(lambda: resumed.status() is State.RUNNING)
+    assert resumed.cancel() is State.CANCELLED
+
+
 def test_a_start_of_which_nothing_was_heard_is_looked_for_and_not_repeated(
     fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
