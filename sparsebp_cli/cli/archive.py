@@ -35,9 +35,10 @@ def archive(
     """Pack runs into one file: plans, event logs, tags, environments and a report, without models.
 
     `compare --from FILE` and `show --from FILE` read the archive. `archive @STUDY` also packs the study's tuning, so
-    that `study YAML --from FILE` can check the tuned values. If a run is active or damaged, nothing is written.
+    that `study YAML --from FILE` can check the tuned values. If a run is active or damaged, nothing is written. An
+    existing FILE is replaced only if it is an archive of none but these runs.
     """
-    from sparsebp_cli.compare.archive import check_archive_path, write_archive
+    from sparsebp_cli.compare.archive import check_archive_path, refuse_loss, write_archive
 
     check_archive_path(file)
     folders = find_all(runs)
@@ -55,9 +56,10 @@ def archive(
     if thin and not studies:
         raise UsageError("--thin needs a study: sparsebp archive @STUDY --thin --to FILE")
     thinned = frozenset[str]().union(*(record.find_thin() for record in studies)) if thin else frozenset[str]()
+    ids = [folder.run_id for folder in folders]
+    refuse_loss(file, ids)
     members = _make_members(folders, study, command, thinned)
     write_archive(file, itertools.chain((record.pack(thinned) for record in studies), members))
-    ids = [folder.run_id for folder in folders]
     tell(ArchiveFile(file=str(file), bytes=file.stat().st_size, runs=ids, next=[command]), output, _print)
 
 

@@ -22,7 +22,7 @@ import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -49,6 +49,7 @@ FILES = (PLAN, JOURNAL, LABELS, "trial.json", "cancelled")
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 LARGEST_BYTES = LARGEST_JOURNAL  # unpacked size; a small file could unpack to any size
 CHUNK = 1 << 20
+MOST_NAMED = 5
 PREFIX = "sparsebp-copy-"
 
 Member = tuple[str, bytes]  # name in the archive, content
@@ -60,6 +61,20 @@ def check_archive_path(path: Path) -> None:
         raise UsageError(f"the name of an archive must end in {' or '.join(ENDINGS)}, got {str(path)!r}")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
+
+
+def refuse_loss(path: Path, runs: Collection[str]) -> None:
+    """Raise ``UsageError`` if the path already has a file that is no archive, or an archive with further runs: it may
+    be the only copy of them."""
+    if not os.path.lexists(path):
+        return
+    try:
+        lost = {folder.name for folder in (open_archive(path) / "runs").glob("*")} - set(runs)
+    except SparseBPError as error:
+        raise UsageError(f"{error}; name another file; nothing was written") from None
+    if lost:
+        which = ", ".join(sorted(lost)[:MOST_NAMED]) + (", ..." if len(lost) > MOST_NAMED else "")
+        raise UsageError(f"{path} exists and would lose {which}; name another file; nothing was written")
 
 
 def list_members(run: RunFolder) -> Iterator[Member]:

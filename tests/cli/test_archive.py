@@ -92,6 +92,23 @@ def test_a_damaged_plan_is_refused_and_a_damaged_line_is_kept(call: Cli, two: li
     assert not (tmp_path / "two.tar.gz").exists()
 
 
+def test_a_file_with_anything_that_would_be_lost_is_not_replaced(
+    call: Cli, two: list[RunFolder], tmp_path: Path
+) -> None:
+    first, second = (run.run_id for run in two)
+    file = tmp_path / "a.tar.gz"
+    assert call("archive", first, second, "--to", file).returncode == 0
+    for content in (file.read_bytes(), b"data of mine", b""):
+        file.write_bytes(content)
+        done = call("archive", first, "--to", file)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "name another file; nothing was written" in done.stderr
+        assert file.read_bytes() == content
+    file.unlink()
+    assert call("archive", first, "--to", file).returncode == 0
+    assert call("archive", first, second, "--to", file).returncode == 0  # with more runs than before
+
+
 def test_a_full_disk_leaves_the_old_file_and_no_half_one(call: Cli, two: list[RunFolder], tmp_path: Path) -> None:
     call("archive", two[0].run_id, "--to", "kept.tar.gz")
     before = (tmp_path / "kept.tar.gz").read_bytes()
