@@ -41,7 +41,7 @@ def rm(
     for folder in folders:
         ask_target(folder)
     _refuse_alive(folders)
-    freed = [FreedRun(run_id=run.run_id, name=run.brief()[0], bytes=_size(run.path)) for run in folders]
+    freed = [FreedRun(run_id=run.run_id, name=run.brief()[0], bytes=_size_alone(run.path)) for run in folders]
     size = sum(one.bytes for one in freed)
     if not yes:
         _ask(folders, size, may_ask=output is Output.TABLE)
@@ -147,11 +147,23 @@ def _delete(folder: RunFolder) -> None:
         return
 
 
+def _is_alias(place: Path) -> bool:
+    """Return whether a run's folder is only a link to another run beside it."""
+    return place.is_symlink() and place.resolve().parent == place.parent.resolve()
+
+
+def _size_alone(place: Path) -> int:
+    return 0 if _is_alias(place) else _size(place)
+
+
 def _destroy(place: Path) -> None:
     """Delete the MLflow record and then the files of a renamed run. The files name the record, so
     :func:`_finish_deletions` can finish an interrupted deletion."""
     from sparsebp_cli.tracking import delete_record
 
+    if _is_alias(place):
+        place.unlink()
+        return
     if problem := delete_record(RunFolder(place)):
         name = place.name.removeprefix(DELETED)
         warn(f"{name}: its record in MLflow was not deleted: {problem}")

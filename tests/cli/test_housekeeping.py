@@ -185,6 +185,16 @@ def test_rm_deletes_where_runs_are_on_another_file_system(call: Cli, write_recip
         shutil.rmtree(other)
 
 
+def test_rm_of_a_link_to_another_run_leaves_that_run(call: Cli, write_recipe: Write) -> None:
+    run, other = write_run(write_recipe()), write_run(write_recipe(name="other"))
+    (home() / "runs" / "alias").symlink_to(run.path)
+    done = call("rm", "alias", other.run_id, "-y", "-o", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [freed["bytes"] > 0 for freed in json.loads(done.stdout)["runs"]] == [False, True]
+    assert [folder.name for folder in (home() / "runs").iterdir()] == [run.run_id]
+    assert run.plan_file.is_file()
+
+
 def test_eight_rm_at_once_delete_all(write_recipe: Write) -> None:
     runs = [write_run(write_recipe(name=f"n{number}")) for number in range(16)]
     words = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()", "rm", "-y"]
