@@ -119,9 +119,11 @@ def withhold_statement(difference: Difference) -> Difference:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return mean and standard deviation; None without values."""
+    """Return mean and standard deviation; None without values. Infinite values have no standard deviation."""
     if not values:
         return None
+    if not all(map(math.isfinite, values)):
+        return Spread(sum(values) / len(values), None, len(values))
     return Spread(math.fsum(values) / len(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 

@@ -124,6 +124,16 @@ def test_a_finished_run_whose_quality_is_not_finite_has_diverged(
     assert 8 not in group_named(found, "topk-rows").seeds
 
 
+@pytest.mark.parametrize("values", [(5.0, math.inf), (math.nan, 3.0), (math.inf, -math.inf)])
+def test_a_repeated_seed_whose_quality_is_not_finite_is_told_without_a_deviation(
+    make_run: MakeRun, values: tuple[float, float]
+) -> None:
+    again = [make_run(metrics={"eval/loss": value}) for value in values]
+    found = compare_runs([*again, make_run("dense", 1)])
+    told = f"seed 0 was run 2 times (eval/loss {values[0]:.5g}, {values[1]:.5g}); the first counts"
+    assert any(told in warning for warning in found.warnings)
+
+
 def test_of_two_finished_runs_of_one_seed_the_first_counts_and_all_values_are_told(make_run: MakeRun) -> None:
     old, new = make_run(loss=5.0), make_run(loss=3.0)
     failed = make_run(end="failed", text="no room")
