@@ -50,7 +50,8 @@ def describe_kind(value: object) -> str:
             return "text"
         case Mapping():
             return "a mapping"
-    return "a list"
+    # A Parquet file may hold dates, for example.
+    return "a list" if isinstance(value, Sequence) else f"a {type(value).__name__}"
 
 
 def shorten(text: str, longest: int = LONGEST_SHOWN) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sparsebp_cli.cli.validate import load_checked
@@ -142,6 +145,12 @@ def test_rows_that_a_run_could_not_read_are_refused(
     line = refuse(f"{{name: {name}{options}}}")
     assert line.startswith("/recipes/r.yaml:4:")
     assert text in line
+
+
+def test_a_date_of_a_parquet_file_is_called_a_date(refuse: Any, tmp_path: Path) -> None:
+    table = pyarrow.table({"text": [datetime.date(2020, 1, 1)]})
+    pyarrow.parquet.write_table(table, tmp_path / "recipes" / "a.parquet")
+    assert refuse("{name: a.parquet}").endswith("a.parquet, row 1: column 'text' must contain text, got a date")
 
 
 def test_a_label_that_training_lacks_is_refused(refuse: Any, check: Check, tmp_path: Path) -> None:
