@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.entry_point import find_tool, tell_home
-from sparsebp_cli.errors import PolicyError, UsageError
+from sparsebp_cli.errors import DataError, PolicyError, UsageError
 from sparsebp_cli.run import RunFolder, find_run, home, list_runs
 from sparsebp_cli.run.label import Labels
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
+    from sparsebp_cli.recipe import Recipe
     from sparsebp_cli.target import Job, Target
 
 
@@ -111,8 +112,8 @@ def check_plans(plans: Sequence[Plan]) -> None:
 
 
 def check_trainable(folders: Sequence[RunFolder]) -> None:
-    """Raise ``UsageError`` for a run whose keys, policies, optimizer or metrics this installation cannot train, before
-    anything is written or started."""
+    """Raise ``UsageError`` for a run whose keys, policies, optimizer or metrics this installation cannot train, or
+    whose model or data are no longer on this machine, before anything is written or started."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.policy import make_policies
     from sparsebp_cli.policy.composition import find_optimizer
@@ -132,9 +133,26 @@ def check_trainable(folders: Sequence[RunFolder]) -> None:
                 find_optimizer(plan.recipe.training.optim)
             except UsageError as error:
                 raise UsageError(f"training.optim: {error}") from None
+            _find_files(plan.recipe)
         except (PolicyError, UsageError) as error:
             begun = f"{folder.run_id} was begun by sparsebp {plan.provenance.sparsebp_version}"
             raise UsageError(f"{begun}, and cannot continue here: {error}") from None
+
+
+def _find_files(recipe: Recipe) -> None:
+    """Raise ``UsageError`` if a model or data that a local run reads are gone."""
+    from sparsebp_cli.recipe.evaluation import has_own_worker
+    from sparsebp_cli.source import DATASETS, MODELS, find_source
+
+    if recipe.target.kind != "local" or not has_own_worker(recipe):
+        return
+    named = {"model.name": recipe.model.name, "model.tokenizer": recipe.model.tokenizer}
+    for key, name in {**named, "dataset.name": recipe.dataset.name}.items():
+        try:
+            if name is not None:
+                find_source(name, MODELS if key in named else DATASETS)
+        except DataError as error:
+            raise UsageError(f"{key}: {error}") from None
 
 
 def reattach(run: RunFolder) -> Job:

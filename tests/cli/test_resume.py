@@ -142,6 +142,8 @@ OF_0_5 = {
         "measure": {"generate": {"metrics": ["of-a-package"]}},
         "dataset": {"format": "completion"},
     },
+    "dataset.name: no file or folder /none/rows.jsonl; searched in": {"dataset": {"name": "/none/rows.jsonl"}},
+    "model.name: no file or folder /none/model/large; searched in": {"model": {"name": "/none/model/large"}},
 }
 
 
