@@ -95,11 +95,22 @@ def report(task: str) -> dict[str, str]:
 
 
 def shorten(comparison: str) -> str:
-    """Return a comparison without what its page does not read."""
+    """Return a comparison without what its page does not read, and without the null keys of its recipes, so that a
+    new key of recipes, which is null there, changes no report."""
     found = json.loads(comparison)
     for part, names in LEFT_OUT.items():
         found[part] = [{key: value for key, value in one.items() if key not in names} for one in found[part]]
+    for group in found["groups"]:
+        group["recipe"] = _leave_out_nulls(group["recipe"])
     return json.dumps(found, indent=1) + "\n"
+
+
+def _leave_out_nulls(section: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _leave_out_nulls(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if value is not None
+    }
 
 
 def find_steps_by_batch(task: str) -> list[dict[str, float]]:

@@ -70,7 +70,7 @@ def show(task: str, comparison: dict[str, Any]) -> list[str]:
     best = next(group for group in groups.values() if group["baseline"])
     own, training = groups[ARM], best["recipe"]["training"]
     steps, batch, rate = (training[key] for key in ("max_steps", "per_device_train_batch_size", "learning_rate"))
-    dense = f"{steps} steps of {batch}, rate {rate:g}" + (", by length" if training["group_by"] == "length" else "")
+    dense = f"{steps} steps of {batch}, rate {rate:g}" + (", by length" if training.get("group_by") == "length" else "")
     gap, quality = own["quality"]["difference"], own["quality"]
     return [
         f"*{task}*",

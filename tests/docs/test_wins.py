@@ -65,6 +65,14 @@ def shorten(text: str) -> Any:
     return json.loads(text, parse_float=lambda digits: float(f"{float(digits):.12g}"))
 
 
+def test_a_new_key_of_a_recipe_which_is_null_changes_no_report(wins: ModuleType) -> None:
+    kept = (RESULTS / "fast.json").read_text(encoding="utf-8")
+    found = json.loads(kept)
+    for group in found["groups"]:
+        group["recipe"]["training"]["new_key"] = group["recipe"]["new_key"] = None
+    assert wins.shorten(json.dumps(found)) == kept
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_the_reports_come_again_from_the_values(wins: ModuleType, task: str) -> None:
