@@ -78,16 +78,18 @@ def _speed(comparison: Comparison) -> Grid:
         "speed-up of forward and backward over all steps if time fell like their FLOPs. Reached: fraction of that "
         "saving in time, from the time per FLOP in probes, which run dense and policy alternately."
     )
-    return Grid("Speed", columns, tuple(rows), note, bold=find_gains(comparison, comparison.groups, "step time", 3))
+    bold = find_gains(comparison, comparison.groups, "step time", columns)
+    return Grid("Speed", columns, tuple(rows), note, bold=bold)
 
 
 WITHHELD = "withheld"
 
 
 def find_gains(
-    comparison: Comparison, groups: Sequence[Group], subject: Subject, column: int
+    comparison: Comparison, groups: Sequence[Group], subject: Subject, columns: Sequence[str], name: str = "to baseline"
 ) -> frozenset[tuple[int, int]]:
-    """Return the cells of a column that a statement on the subject shows to be a gain."""
+    """Return the cells of the column ``name`` that a statement on the subject shows to be a gain."""
+    column = columns.index(name)
     return frozenset((row, column) for row, group in enumerate(groups) if comparison.is_gain(group, subject))
 
 
@@ -131,7 +133,7 @@ def _memory(comparison: Comparison) -> Grid:
         "stores between forward and backward, without parameters. Peak: the largest of all runs. The peak of a "
         "process includes libraries, data and older memory, so it is not compared."
     )
-    return Grid("Memory", columns, tuple(rows), note, bold=find_gains(comparison, shown, "memory", 2))
+    return Grid("Memory", columns, tuple(rows), note, bold=find_gains(comparison, shown, "memory", columns))
 
 
 def _work(comparison: Comparison) -> Grid:
@@ -215,7 +217,7 @@ def _quality(comparison: Comparison) -> Grid:
         note += f" {_describe_families(comparison)}"
     if comparison.metric == comparison.course and comparison.metric.startswith("eval/"):
         note += " If values were chosen on this split, too, results on it look better than they are."
-    bold = find_gains(comparison, comparison.groups, "quality", 3)
+    bold = find_gains(comparison, comparison.groups, "quality", columns)
     return Grid(title, columns, tuple(rows), note, aside=2, bold=bold)
 
 
