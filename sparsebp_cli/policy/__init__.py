@@ -1,4 +1,4 @@
-"""PUBLIC. The contract between policies and the engine, and discovery of policies. A plug-in needs no other import."""
+"""PUBLIC. The contract between policies and the engine, and discovery of policies. A policy needs no other import."""
 
 from typing import TYPE_CHECKING
 
