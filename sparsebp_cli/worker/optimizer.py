@@ -1,14 +1,15 @@
-"""Build a recipe's optimizer and learning-rate schedule."""
+"""Build a recipe's optimizer and learning-rate schedule, and clip its gradient."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
@@ -76,6 +77,14 @@ def _part_by_decay(trained: Sequence[Parameter]) -> list[dict[str, Any]]:
     matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def clip_gradient(section: TrainingSection, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Clip the gradient as a recipe says, and return its norm before clipping."""
+    # Use the optimizer's parameters, because a policy may have replaced the model's weights by parts of them.
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    limit = math.inf if section.max_grad_norm is None else section.max_grad_norm
+    return torch.nn.utils.clip_grad_norm_(trained, limit)
 
 
 def build_schedule(section: TrainingSection, optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +46,7 @@ from sparsebp_cli.worker.evaluate import (
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state, check_summed
 from sparsebp_cli.worker.generation import Generator, measure_generated
 from sparsebp_cli.worker.measurement import Measurement
+from sparsebp_cli.worker.optimizer import clip_gradient
 from sparsebp_cli.worker.peak_memory import PeakMemory, StepPeak
 from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, join_shapes, shape_of
@@ -267,7 +267,7 @@ class Training(Restorable):
                 passes.append(describe_pass(self.engine, sizes))
         with watch("optimizer"), counting or nullcontext():
             updated, which = find_updated(self.optimizer, all_of_them=self.engine.eager is not None)
-            norm_before = self.clip(training.max_grad_norm)
+            norm_before = self.clip()
             self.batches.prepare(range(first + accumulation, first + 2 * accumulation))  # before the host waits
             loss_sum, norm = self._check(losses, norm_before)
             self.optimizer.step()
@@ -394,14 +394,11 @@ class Training(Restorable):
         check_summed(last, norms / self.ranks.count, self.step + 1)
         return total, last
 
-    def clip(self, max_norm: float | None) -> Tensor | float:
+    def clip(self) -> Tensor | float:
         """Clip the gradient, and return its norm before clipping."""
         if self.engine.eager is not None:  # the eager update has already clipped, checked and applied every gradient
             return self.engine.eager.gradient_norm
-        # Use the optimizer's parameters, because a policy may have replaced the model's weights by parts of them.
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if max_norm is None else max_norm)
-        return full_tensor(norm)
+        return full_tensor(clip_gradient(self.plan.recipe.training, self.optimizer))
 
     def measure_cost(self) -> RelativeCost:
         """Measure what a step costs beside a dense step, without training."""

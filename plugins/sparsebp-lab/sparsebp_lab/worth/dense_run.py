@@ -63,7 +63,7 @@ class DenseRun:
             counting = UpdateFlops()
             with counting:
                 updated, _ = find_updated(training.optimizer, all_of_them=False)
-                training.clip(recipe.max_grad_norm)
+                training.clip()
                 training.optimizer.step()
             training.schedule.step()
             training.optimizer.zero_grad(set_to_none=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -30,7 +29,7 @@ from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.activation_checkpoint import checkpoint_activations
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
-from sparsebp_cli.worker.optimizer import build_optimizer
+from sparsebp_cli.worker.optimizer import build_optimizer, clip_gradient
 from sparsebp_cli.worker.policy import attach_policies, make_policies, set_columns
 from sparsebp_cli.worker.probe import SQUARES
 from sparsebp_cli.worker.reference import Reference
@@ -249,10 +248,8 @@ def _pass(recipe: Recipe, built: _Built, batch: _Batch, record: FakeRecord) -> N
 
 
 def _update(recipe: Recipe, built: _Built) -> None:
-    norm = recipe.training.max_grad_norm
     if built.engine.eager is None:
-        trained = [parameter for group in built.optimizer.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grad_norm_(trained, math.inf if norm is None else norm)
+        clip_gradient(recipe.training, built.optimizer)
     built.optimizer.step()
     built.optimizer.zero_grad(set_to_none=True)
 
