@@ -10,7 +10,7 @@ from generator.markdown import code, head, table
 FOUND = Path("docs/reference/architectures.json")
 NO_LAYOUT = "token selection does not know "
 WAY_OUT = ": train it without"  # how a sentence goes on that is the same for all
-PLUGIN = "a plug-in can"  # how the reason starts where none is known
+PLUGIN = "use another policy, or"  # how the reason starts where none is known
 TEXT = """\
 Tiny models of transformers {version}, each trained for a step with and without a policy. A tick: the gradient is
 the same, up to rounding (`lossless`), or that of the reference engine (`tokens` in all modes; a plugin can add the

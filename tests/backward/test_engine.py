@@ -261,7 +261,7 @@ def test_the_state_goes_on_and_nonsense_is_refused() -> None:
         engine.backward(_loss(model))
         good = {"index": 1, "micro_batch": 0}
         for wrong in ({}, {"index": 1}, good | {"index": -1}, good | {"index": 1.0}, good | {"cut": {"0": 1}}):
-            with pytest.raises(UsageError, match="the loaded state is not a state_dict"):
+            with pytest.raises(UsageError, match="load_state_dict needs the result"):
                 engine.load_state_dict(wrong)
     assert SEEN[0][1] == Step(7, 1)
 

@@ -152,7 +152,7 @@ def test_a_loss_that_seems_to_be_scaled_by_hand_is_noted(number: float) -> None:
             engine.backward(_loss(model, 0) * factor, **given)
             return engine.notes
 
-    assert "pass engine.backward(loss * 1024, loss_scale=1024)" in notes(number)["loss scale"]
+    assert "call engine.backward(loss * 1024, loss_scale=1024)" in notes(number)["loss scale"]
     assert "loss scale" not in notes(number, loss_scale=number)
     assert "loss scale" not in notes(number, {"name": "topk", "keep": 0.5})  # it keeps nothing
     for weight in (0.25, 3.0, 8.0, 100.0):

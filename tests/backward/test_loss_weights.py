@@ -106,7 +106,7 @@ def test_what_the_weights_would_not_reach_is_refused() -> None:
     model, batch = decoder("llama"), make_batch("right", "completion", "none")
     with sbp.attach(model, []) as engine:
         engine.columns(loss_weight=torch.ones(2, 3))
-        with pytest.raises(UnsupportedError, match=r"loss_weight of shape \(2, 3\) does not fit the loss"):
+        with pytest.raises(UnsupportedError, match=r"loss_weight has the shape \(2, 3\), but"):
             model(**batch)
         engine.columns(loss_weight=weights(batch))
         with pytest.raises(UsageError, match="this forward computed no loss: pass labels"):

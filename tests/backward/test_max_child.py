@@ -257,7 +257,7 @@ def test_a_checkpointed_layer_that_gets_nothing_is_not_run_again() -> None:
         runs.clear()
         with sbp.attach(model, [policy], sites="nodes") as engine:
             engine.backward(model(input_ids=ids, labels=ids).loss)
-            assert "Python traverses the backward graph" in engine.report().notes[0]
+            assert "Python, not PyTorch's engine, runs the backward graph" in engine.report().notes[0]
         assert len(runs) == expected
 
 

@@ -228,7 +228,7 @@ def test_a_state_of_another_policy_is_refused() -> None:
     state["policy_state"] = {"0/steps": 1}
     with pytest.raises(UsageError, match="the loaded state does not fit Momentum"):
         engine.load_state_dict(state)
-    with pytest.raises(UsageError, match="the loaded state is not a state_dict"):
+    with pytest.raises(UsageError, match="load_state_dict needs the result"):
         make("dense")[2].load_state_dict(engine.state_dict())
 
 

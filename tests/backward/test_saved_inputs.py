@@ -156,7 +156,7 @@ def test_linears_that_read_one_tensor_are_asked_once_and_store_once() -> None:
     share = sum(by_module[name] for name in asked) / sum(
         32 * 4 * model.get_submodule(name).weight.shape[1] for name in asked
     )
-    assert f"of the inputs of linears with a trained weight, {share:.1%} of the bytes" in engine.report().notes[-1]
+    assert f"the policy keeps {share:.1%} of the bytes of inputs" in engine.report().notes[-1]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

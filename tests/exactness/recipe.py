@@ -46,7 +46,7 @@ def judge_recipe(subject: Subject) -> list[Outcome]:
         (plain, _), (own, journal) = moved
         if (error := plain.error(_without_rounding(own, plain, folder / "base"))) > WRONG:
             return [Outcome("wrong", f"the weights moved otherwise by {error:.1e}")]
-        is_packed = "positions not computed" in journal and "the plain step is used" not in journal
+        is_packed = "of the positions (" in journal and "lossless is off" not in journal
         return [Outcome("right") if is_packed else Outcome("plain", "its event log has no packed batch")]
 
 

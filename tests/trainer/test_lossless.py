@@ -138,7 +138,7 @@ def test_lossless_trains_the_losses_and_weights_of_trainer(
     assert distance(trained, weights(trainer.model)) < way * (2e-2 if "bf16" in name else 1e-4)
     assert losses_of(trainer) == pytest.approx(losses, rel=1e-3 if "bf16" in name else 1e-5)
     note = trainer.policy_callback.engine.notes["packing"]
-    assert "gradient compared with the plain one" in note
+    assert "gradient compared with the ordinary one" in note
     assert (" 0 in a shared prefix" in note) == (name == "padding")
     assert is_free(trainer) or "bf16" in name  # there accelerate leaves its own forward
 

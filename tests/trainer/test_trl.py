@@ -178,7 +178,7 @@ def test_lossless_trains_the_losses_and_weights_of_the_trainer(name: str, tmp_pa
         wanted = {key: one[key] for key in LOGGED if key in one}
         assert {key: other[key] for key in wanted} == pytest.approx(wanted, rel=10 * limit, abs=limit)
     note = engine.notes["packing"]
-    assert "gradient compared with the plain one" in note
+    assert "gradient compared with the ordinary one" in note
     assert (" 0 in a shared prefix" in note) == name.startswith("SFT")
 
 
@@ -202,5 +202,5 @@ def test_prefixes_of_an_update_are_shared_in_trls_trainer(tmp_path: Path) -> Non
         wanted = {key: one[key] for key in LOGGED if key in one}
         assert {key: other[key] for key in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     note = engine.notes["packing of updates"]
-    assert "whose micro-batches have prefixes in common" in note
+    assert "whose micro-batches share prefixes" in note
     assert "ran alone" not in note

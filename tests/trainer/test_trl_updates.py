@@ -92,7 +92,7 @@ def test_prefixes_of_an_update_leave_losses_and_weights_of_trl_as_they_are(name:
     assert len(log) == len(logged) == own["max_steps"] + 1
     same_logs(log, logged)
     note = engine.notes["packing of updates"]
-    assert "whose micro-batches have prefixes in common" in note
+    assert "whose micro-batches share prefixes" in note
     assert "ran alone" not in note
 
 
@@ -148,4 +148,4 @@ def test_announced_batches_are_cut_as_they_were_announced(added: float) -> None:
             for one, other in zip(made.grads(made.model), wanted, strict=True):
                 torch.testing.assert_close(one, other)
     assert "in 2 of 2 updates" in engine.notes["packing of updates"]
-    assert ("get a gradient from the loss" in engine.notes["packing"]) == bool(added)
+    assert ("the loss gives them a gradient" in engine.notes["packing"]) == bool(added)

@@ -66,7 +66,7 @@ def test_the_reference_of_dpo_costs_what_its_pairs_share_less(tmp_path: Path, *,
     assert packed < 0.7 * plain
     assert any("eval_loss" in one for one in own) == evaluates
     note = engine.notes["packing of the reference"]
-    assert "outputs compared with the plain ones in" in note
+    assert "outputs compared with the ordinary ones in" in note
     assert " 0 in a shared prefix" not in note
 
 
@@ -82,7 +82,7 @@ def test_forwards_of_the_policy_itself_are_packed(tmp_path: Path, case: str) -> 
     assert distance(expected, found) < 1e-5
     same_logs(log, own)
     topic = "packing of the reference" if case == "a reference" else "packing without a gradient"
-    assert "outputs compared with the plain ones in" in engine.notes[topic]
+    assert "outputs compared with the ordinary ones in" in engine.notes[topic]
     assert "examples of weight 0" not in engine.notes["packing"] or case != "a reference"
 
 
@@ -137,7 +137,7 @@ def test_a_loss_that_adds_to_examples_without_weight_trains_them() -> None:
             engine.backward(made.loss(made.run(made.model), made.weights + 0.1))
             for one, other in zip(made.grads(made.model), wanted, strict=True):
                 torch.testing.assert_close(one, other)
-    assert "examples of weight 0 get a gradient from the loss" in engine.notes["packing"]
+    assert "the loss gives them a gradient" in engine.notes["packing"]
 
 
 def test_a_loss_that_changes_its_mind_is_refused() -> None:
@@ -146,7 +146,7 @@ def test_a_loss_that_changes_its_mind_is_refused() -> None:
         engine.columns(example_weight=made.weights)
         engine.backward(made.loss(made.run(made.model), made.weights))
         made.grads(made.model)
-        with pytest.raises(UnsupportedError, match="had no gradient in the first batch"):
+        with pytest.raises(UnsupportedError, match="the first batch gave them no gradient"):
             engine.backward(made.loss(made.run(made.model), made.weights + 0.1))
     assert all(parameter.grad is None for parameter in made.model.parameters())
 

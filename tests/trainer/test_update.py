@@ -40,6 +40,6 @@ def test_a_trainer_with_prefixes_of_updates_trains_the_plain_weights(name: str, 
     assert losses_of(trainer) == pytest.approx(losses_of(plain), rel=1e-4)
     assert callback.engine is not None
     note = callback.engine.notes["packing of updates"]
-    assert "whose micro-batches have prefixes in common" in note
+    assert "whose micro-batches share prefixes" in note
     assert (ALONE not in note) == shares, note
     assert is_free(trainer)

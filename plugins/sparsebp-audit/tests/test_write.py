@@ -77,7 +77,7 @@ def test_the_changed_script_trains_to_the_same_weights_with_less_work(tmp_path: 
     for before, after in zip(plain.model.parameters(), packed.model.parameters(), strict=True):
         assert torch.allclose(before, after, rtol=1e-5, atol=1e-6)
     [engine] = [found.engine for found in packed.callback_handler.callbacks if hasattr(found, "engine")]
-    assert "gradient compared with the plain one in" in engine.notes["packing"]
+    assert "gradient compared with the ordinary one in" in engine.notes["packing"]
     # The first step is compared with a plain one, and the trainer counts its work; all others have less.
     assert packed_flops < 0.75 * plain_flops
 

@@ -211,8 +211,8 @@ class Engine:
         batches, wanted = [forward, *others], self._trials.count_batches(self._clock.now())
         if wanted > len(batches):
             raise UsageError(
-                f"a policy measures over {wanted} micro-batches, got {len(batches)}: pass the other {wanted - 1} to "
-                "engine.run_trials(forward, others=[...])"
+                f"a policy needs {wanted} micro-batches for its trial passes, got {len(batches)}: pass the other "
+                f"{wanted - 1} to engine.run_trials(forward, others=[...])"
             )
 
         def run_pass(trial: TrialPass) -> None:
@@ -521,7 +521,7 @@ class Engine:
         state = {key: value for key, value in state.items() if key != "form_times" and (key, value) != ("cut", {})}
         counts = (state.get("index"), state.get("micro_batch"))
         if state.keys() != self.state_dict().keys() or not all(type(count) is int and count >= 0 for count in counts):
-            raise UsageError(f"the loaded state is not a state_dict() of an engine: {dict(state)!r}")
+            raise UsageError(f"load_state_dict needs the result of engine.state_dict(), got {dict(state)!r}")
         # Completed trial passes belong to the replaced state.
         self._trials = Trials(self._model, self.states, self.extensions)
         self.states.load_state_dict(state)

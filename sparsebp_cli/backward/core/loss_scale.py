@@ -86,8 +86,8 @@ class ScaleFinder:
             return
         if number >= _LEAST_BY_HAND and math.frexp(number)[0] == 0.5:
             self.note = (
-                f"the script multiplied a loss by {number:g} before its backward: if it divides the gradients "
-                f"again before the step, pass engine.backward(loss * {number:g}, loss_scale={number:g}), so that "
+                f"the script multiplied a loss by {number:g} before the backward: if the script also divides the "
+                f"gradients before the step, call engine.backward(loss * {number:g}, loss_scale={number:g}), so that "
                 "policies get the unscaled gradients"
             )
 

@@ -114,7 +114,7 @@ class WeightedLoss:
             if shift_labels is not None or self.weight_BT.shape != labels.shape:
                 got = "shift_labels" if shift_labels is not None else f"labels of shape {tuple(labels.shape)}"
                 raise UnsupportedError(
-                    f"loss_weight of shape {tuple(self.weight_BT.shape)} does not fit the loss, which gets {got}: "
+                    f"loss_weight has the shape {tuple(self.weight_BT.shape)}, but the loss function got {got}: "
                     "loss_weight is not supported if a policy or the script removes examples from the batch"
                 )
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -112,7 +112,7 @@ class Chosen:
             else [f"{int(self.trained):,} of {int(self.targets):,} targets trained ({trained:.2%})"]
         )
         if carried is not None:
-            parts.append(f"{int(self.carried):,} of {int(self.real):,} positions carried ({carried:.2%})")
+            parts.append(f"{int(self.carried):,} of {int(self.real):,} positions with a gradient ({carried:.2%})")
         if self.examples:
             parts.append(f"{self.chosen_examples:,} of {self.examples:,} examples")
         return ", ".join(parts)
@@ -324,7 +324,7 @@ class Report:
         for title, names in (("not covered", self.not_covered), ("never called", self.never_called)):
             lines += [f"{title}:", *(f"  {name}" for name in names)] if names else []
         if self.whole is not None and self.whole.elsewhere:
-            lines += ["of the whole backward, not at sites:"]
+            lines += ["share of the whole backward outside of sites:"]
             lines += [f"  {share:7.2%}  {name or _OTHERS}" for name, share in self.whole.elsewhere]
         lines += ["notes:", *(f"  {note}" for note in self.notes)] if self.notes else []
         width = max((len(site.name) for site in self.sites), default=0)
@@ -341,26 +341,24 @@ class Report:
         if self.whole is not None and self.whole_share is not None:
             yield (
                 "whole backward",
-                f"{self.whole_share:.1%} of its FLOPs remain, as estimated; "
-                f"{self.whole.sites_share:.1%} of the dense FLOPs are at sites",
+                f"{self.whole_share:.1%} of the dense FLOPs remain (estimated); "
+                f"sites have {self.whole.sites_share:.1%} of the dense FLOPs",
             )
         elif self.short is not None:
-            yield "whole backward", f"{self.short.whole_share:.1%} of its FLOPs remain, as estimated"
+            yield "whole backward", f"{self.short.whole_share:.1%} of the dense FLOPs remain (estimated)"
         elif self.num_backwards:
             yield "whole backward", f"not known{f': {self.whole_unknown}' if self.whole_unknown else ''}"
         if self.claimed_share is not None:
             yield (
                 "sites' backward",
-                f"{self.claimed_share:.1%} of its FLOPs remain, as estimated; "
+                f"{self.claimed_share:.1%} of the dense FLOPs remain (estimated); "
                 f"{_percent(self.kept_share)} of gradient entries are kept",
             )
         if self.chosen is not None:
             yield "chosen", self.chosen.describe()
         if self.route is not None:
-            nodes = (
-                f"{self.route.nodes_reached:.1f} of {self.route.num_nodes / self.route.num_backwards:.1f} nodes a pass"
-            )
-            yield "route", f"{nodes}, {_count(len(self.route.parameters), 'parameter')}"
+            nodes = f"{self.route.nodes_reached:.1f} of {self.route.num_nodes / self.route.num_backwards:.1f}"
+            yield "route", f"{nodes} nodes reached per pass, {_count(len(self.route.parameters), 'parameter')}"
         shares = {} if self.whole is None else dict(self.whole.elsewhere)
         yield "not covered", _name(self.not_covered, shares)
         yield "never called", _name(self.never_called if self.num_backwards else ())

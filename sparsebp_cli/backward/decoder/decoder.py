@@ -106,8 +106,8 @@ def find_decoder(model: nn.Module) -> Decoder:
         known = find_attention(module, layouts)
         if known is None:
             reason = explain(_name(module)) or (
-                f"a plug-in can add this layer by a tuple of BranchLayout in the entry-point group {GROUP}, under the "
-                f"name {_name(module)}"
+                "use another policy, or describe this layer in a plug-in: a tuple of BranchLayout in the entry-point "
+                f"group {GROUP}, under the name {_name(module)}"
             )
             raise UnsupportedError(f"token selection does not know {_name(module)}: {reason}")
         core, attention = known

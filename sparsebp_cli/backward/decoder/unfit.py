@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-_INDEXED = "its attention chooses keys by an indexer, which has a cache of its own"
+_INDEXED = "its attention chooses keys with an indexer that has a separate cache"
 _MIXING = "some of its layers mix neighbouring positions, by a convolution or a recurrence"
-_ENCODER = "its layers are an encoder's: they attend to later positions, and add to the stream inside of their modules"
+_ENCODER = "it is an encoder layer: it attends to later positions, and its modules add the residual connection"
 _UNFIT = {
     **dict.fromkeys(
         (
@@ -44,8 +44,8 @@ _UNFIT = {
         ("BertLayer", "CamembertLayer", "ElectraLayer", "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer"),
         _ENCODER,
     ),
-    "LongcatFlashDecoderLayer": "it has two attentions",
-    "Llama4TextDecoderLayer": "its attention derives position numbers from the number of rows",
+    "LongcatFlashDecoderLayer": "it has two attention modules",
+    "Llama4TextDecoderLayer": "its attention computes position numbers itself, from the number of rows",
     "DogeDecoderLayer": "its attention builds its own mask from the values",
     "GPTBigCodeBlock": "its model reshapes the output of the last layer to all positions",
     "HrmTextDecoderLayer": "its model runs each layer several times",

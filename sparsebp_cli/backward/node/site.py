@@ -94,8 +94,8 @@ class NodeAdapter(SiteAdapter):
             return False
         assert self._engine is not None
         self._engine.notes["walk"] = (
-            "Python traverses the backward graph here: PyTorch's engine would recompute checkpointed layers that no "
-            "gradient reaches"
+            "Python, not PyTorch's engine, runs the backward graph here: the engine would recompute checkpointed "
+            "layers that no gradient reaches"
         )
         return True
 

@@ -92,7 +92,7 @@ def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRow
     if not shape or shape[0] in sizes or (len(shape) > 1 and not sizes):
         return None
     if len(shape) > 1:
-        return BatchRows(shape, f"its first dimension is {shape[0]}, but the model got {_describe(sizes)}")
+        return BatchRows(shape, f"its input begins with {shape[0]} rows, but the model got {_describe(sizes)}")
     found = _joined_from(x)
     if found is None:
         return BatchRows(shape, UNPROVED) if sizes else None

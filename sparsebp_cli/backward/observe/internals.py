@@ -135,7 +135,7 @@ def find_hook(model: nn.Module, *, inside: bool = False) -> str:
             if home not in LIBRARIES:
                 name = getattr(function, "__qualname__", type(function).__qualname__)
                 owner = "peft" if home == "peft" else "the script"
-                return f"a hook of {owner} ({name}, at {where or 'the model'!r}) would see rows"
+                return f"a hook of {owner} ({name}, at {where or 'the model'!r}) would not get the whole batch"
     return ""
 
 

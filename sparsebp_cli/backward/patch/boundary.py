@@ -119,6 +119,6 @@ class _Fill(torch.autograd.Function):
 
 
 _SENTENCE = (
-    "the loss reads {what} at {number} that were not computed, so its gradient would be wrong: leave padding "
-    "and positions without a label out of the loss, or give no labels to the forward and engine.columns"
+    "the loss reads {what} at {number} that the policy skipped, so its gradient would be wrong: leave padding "
+    "and positions without a label out of the loss, or pass no labels to the forward and to engine.columns"
 )

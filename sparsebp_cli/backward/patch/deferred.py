@@ -70,6 +70,6 @@ def deferring(kind: type[Any]) -> type[Any]:
 
 def _refuse_gradient(_: Tensor) -> Tensor:
     raise UnsupportedError(
-        "your loss, or that of an adapter such as peft's CPT, uses logits of a forward with labels, which have no "
-        "gradient here: leave the labels out of the forward, or train without lossless"
+        "your loss, or that of an adapter such as peft's CPT, uses logits of a forward that got labels, but lossless "
+        "gives these logits no gradient: leave the labels out of the forward, or train without lossless"
     )

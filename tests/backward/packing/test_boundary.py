@@ -132,7 +132,7 @@ def test_a_loss_that_reads_padding_is_refused_before_the_update(
     before = [parameter.clone() for parameter in model.parameters()]
     with sbp.attach(model, sbp.make_policy("lossless", verify=verify)) as engine:
         found = loss(model, make_batch())
-        with pytest.raises(UnsupportedError, match="positions that were not computed"):
+        with pytest.raises(UnsupportedError, match="positions that the policy skipped"):
             engine.backward(found)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -164,7 +164,7 @@ def test_labels_that_are_not_those_of_the_loss_are_refused() -> None:
         engine.columns(labels=batch["labels"])
         logits = model(**without(batch)).logits
         other = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        with pytest.raises(UnsupportedError, match="or give no labels to the forward"):
+        with pytest.raises(UnsupportedError, match="or pass no labels to the forward"):
             engine.backward(cross_entropy(logits, other))
 
 
@@ -187,7 +187,7 @@ def test_a_hook_inside_of_the_packed_layers_is_named_and_the_step_is_plain() -> 
         engine.backward(run())
         assert torch.allclose(gradient(model), expected)
         assert "a hook of the script (" in engine.notes["packing"]
-        assert "at 'model.layers.0') would see rows: the plain step is used" in engine.notes["packing"]
+        assert "at 'model.layers.0') would not get the whole batch: lossless is off" in engine.notes["packing"]
     handle.remove()
 
 
@@ -221,7 +221,7 @@ def test_a_backward_hook_inside_of_packed_layers_gets_the_plain_steps_gradients(
     with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
         engine.backward(model(**batch).loss)
         assert torch.allclose(gradient(model), expected)
-        assert "at 'model.layers.0.mlp') would see rows: the plain step is used" in engine.notes["packing"]
+        assert "at 'model.layers.0.mlp') would not get the whole batch: lossless is off" in engine.notes["packing"]
 
 
 def test_unread_logits_say_how_to_read_them() -> None:
@@ -236,7 +236,7 @@ def test_a_forward_that_was_never_packed_says_so() -> None:
         for _ in range(2):
             hidden = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             engine.backward(model.lm_head(hidden.last_hidden_state).square().mean())
-        assert "no training batch went through the forward of LlamaForCausalLM" in "".join(engine.report().notes)
+        assert "no training batch went through LlamaForCausalLM" in "".join(engine.report().notes)
         engine.backward(model(**batch).loss)
         assert "in 1 of 1 batches" in engine.notes["packing"]
 
@@ -297,7 +297,7 @@ def test_one_wrong_row_among_many_is_noticed_in_every_dtype(
     batch = make_batch(lengths=(24,) * 15 + (20,))
     with sbp.attach(model, "lossless") as engine:
         engine.backward(model(**batch).loss)
-        assert "run plainly" not in engine.notes["packing"]
+        assert "ran without lossless" not in engine.notes["packing"]
     arrange = layout.arrange_segments
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -308,7 +308,7 @@ def test_one_wrong_row_among_many_is_noticed_in_every_dtype(
     monkeypatch.setattr(layout, "arrange_segments", wrong)
     with sbp.attach(model, "lossless") as engine:
         engine.backward(model(**batch).loss)
-        assert "; 1 batches were run plainly: " in engine.notes["packing"]
+        assert "; 1 batches ran without lossless: " in engine.notes["packing"]
 
 
 def test_what_requires_a_gradient_is_compared_inputs_included() -> None:
@@ -326,7 +326,7 @@ def test_what_requires_a_gradient_is_compared_inputs_included() -> None:
     expected = gradient(table)
     with sbp.attach(model, "lossless") as engine:
         engine.backward(run())
-        assert "in 1 of 1 of them" in engine.notes["packing"]
+        assert "in 1 of these batches" in engine.notes["packing"]
     assert (gradient(table) - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -351,7 +351,7 @@ def test_where_the_plain_step_mixes_examples_the_packed_one_is_used_and_named(
     expected = gradient(model)
     with sbp.attach(model, "lossless") as engine:
         engine.backward(model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss)
-        assert "the plain step is wrong: outputs of examples in its batch differ" in engine.notes["packing"]
+        assert "the ordinary step is wrong: there, outputs differ" in engine.notes["packing"]
     assert (gradient(model) - expected).norm() <= 1e-5 * expected.norm()
 
 

@@ -169,7 +169,7 @@ def test_each_batch_can_be_compared_with_the_plain_step() -> None:
     with sbp.attach(model, sbp.make_policy("lossless", verify="always")) as engine:
         for which in SOME[:4]:
             gradients(model, engine, make_batch(*which))
-        assert "compared with the plain one in 4 of 4" in engine.notes["packing"]
+        assert "compared with the ordinary one in 4 of these" in engine.notes["packing"]
 
 
 def test_a_script_that_reads_logits_gets_the_plain_ones() -> None:
@@ -228,7 +228,7 @@ def test_a_layer_that_drops_the_layout_is_an_error() -> None:
     with sbp.attach(model, sbp.make_policy("lossless", verify="never")):
         own = mixer.forward
         mixer.forward = lambda hidden_states, **_: own(hidden_states)
-        with pytest.raises(UnsupportedError, match="does not get all positions"):
+        with pytest.raises(UnsupportedError, match="gets only some positions"):
             model(**make_batch("right", "completion", "none"))
         mixer.forward = own
 

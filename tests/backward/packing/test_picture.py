@@ -43,7 +43,7 @@ def test_a_batch_with_pictures_between_batches_of_text_is_the_plain_step() -> No
     assert torch.equal(loss, own)
     assert all(torch.equal(one, other) for one, other in zip(expected, grads, strict=True))
     assert "in 2 of 3 batches" in note
-    assert "1 batches were run plainly: they have pixel_values" in note
+    assert "1 batches ran without lossless: they have pixel_values" in note
 
 
 def test_an_argument_that_is_no_picture_is_refused_before_the_training() -> None:

@@ -46,7 +46,7 @@ def test_a_prompt_and_the_text_that_follows_it_in_a_group_are_computed_once() ->
     with sbp.attach(model, "lossless") as engine:
         gradients(model, engine, batch)
         assert f"{5 * (VIRTUAL + 20)} in a shared prefix" in engine.notes["packing"]
-        assert "gradient compared with the plain one in 1 of 1" in engine.notes["packing"]
+        assert "gradient compared with the ordinary one in 1 of these" in engine.notes["packing"]
     assert not any("forward" in vars(module) for module in model.modules())
 
 

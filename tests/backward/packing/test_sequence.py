@@ -76,7 +76,7 @@ def test_a_row_of_several_texts_has_the_gradient_of_each_text_alone(uses_cache: 
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     assert f"{2 * PROMPT} in a shared prefix" in note
     # Where a cache is made, transformers does not look at the position numbers: its step mixes the texts.
-    assert ("the plain step is wrong" in note) == uses_cache
+    assert ("the ordinary step is wrong" in note) == uses_cache
 
 
 def test_a_text_without_a_label_in_a_row_of_several_is_not_computed() -> None:
@@ -125,7 +125,7 @@ def test_texts_in_a_row_are_kept_apart_where_the_plain_step_mixes_them() -> None
     assert error(expected, gradients(model, None, batch)[1]) > 1e-2
     with sbp.attach(model, "lossless") as engine:
         grads = gradients(model, engine, batch)[1]
-        assert "the plain step is wrong" in engine.notes["packing"]
+        assert "the ordinary step is wrong" in engine.notes["packing"]
     assert error(expected, grads) < 1e-6
 
 
@@ -136,9 +136,9 @@ def test_texts_in_a_row_are_kept_apart_where_the_plain_step_mixes_them() -> None
         ({"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long)}, "and no attention_mask"),
         (
             {"cu_seq_lens_k": torch.tensor([0, 5, sum(LENGTHS)])},
-            "cu_seq_lens_k and position_ids mark different beginnings of sequences",
+            "cu_seq_lens_k and position_ids begin sequences at different positions",
         ),
-        ({"seq_idx": torch.zeros(1, sum(LENGTHS))}, "seq_idx and position_ids mark different beginnings of sequences"),
+        ({"seq_idx": torch.zeros(1, sum(LENGTHS))}, "seq_idx and position_ids begin sequences at different positions"),
     ],
 )
 def test_a_batch_whose_bounds_are_not_those_of_its_position_numbers_runs_plainly(
@@ -161,7 +161,7 @@ def test_bounds_of_several_rows_at_once_are_refused_for_a_batch_of_several_rows(
     batch = {"input_ids": ids, "position_ids": positions, "labels": labels, "cu_seq_lens_q": torch.tensor([0, 6, 12])}
     with sbp.attach(model, "lossless") as engine:
         gradients(model, engine, batch)
-        assert "mark different beginnings of sequences" in engine.notes["packing"]
+        assert "begin sequences at different positions" in engine.notes["packing"]
 
 
 def test_what_packing_does_not_know_is_still_refused() -> None:

@@ -243,7 +243,7 @@ def test_a_batch_of_which_nothing_is_left_out_has_tiles_as_well(family: str) -> 
             gradients(model, engine, batch)
         assert largest.size < 3 * 63 * VOCABULARY
         assert "tiles in 4 batches" in engine.notes["packing"]
-        assert "compared with the plain one in 1 of 4" in engine.notes["packing"]
+        assert "compared with the ordinary one in 1 of these" in engine.notes["packing"]
         model(input_ids=ids)  # whose logits a loss of one's own reads: plain
         assert "in 4 of 5 batches" in engine.notes["packing"]
 
@@ -280,7 +280,7 @@ def test_reading_the_logits_gives_them_and_changes_nothing_else() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(output.loss.item())
-            assert ("read them in 1 of these," in engine.notes["packing"]) == reads
+            assert ("in 1 of these, the script read" in engine.notes["packing"]) == reads
         found.append((losses, [p.detach().clone() for p in model.parameters()]))
     assert found[0][0] == found[1][0]
     assert all(map(torch.equal, found[0][1], found[1][1]))
@@ -400,7 +400,7 @@ def test_other_heads_tails_and_losses_run_whole(other: Any) -> None:
     loss, expected = gradients(model, None, batch)
     with attached(model) as engine:
         own_loss, got = gradients(model, engine, batch)
-        assert "not computed" in engine.notes["packing"]
+        assert "skipped" in engine.notes["packing"]
         assert not ran_in_tiles(engine)
     assert error(expected, got) < LIMIT
     assert abs(float(own_loss / loss) - 1) < LIMIT

@@ -182,7 +182,7 @@ def test_checkpointing_adapters_and_frozen_layers_change_nothing(way: str) -> No
     with attach(model, verify="always") as engine:
         assert error(expected, train(model, engine, split(rows, 4, "answers"))) < LIMIT
         assert error(expected, train(model, engine, split(shuffled(rows), 5, "answers"))) < LIMIT
-    assert "compared with the plain one in 6 of 6" in engine.notes["packing"]
+    assert "compared with the ordinary one in 6 of these" in engine.notes["packing"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
@@ -265,7 +265,7 @@ def test_weights_of_the_loss_are_those_of_each_token() -> None:
             engine.columns(loss_weight=weight_BT)
             engine.backward(model(**batch, num_items_in_batch=items).loss)
         assert error(expected, take_gradients(model)) < LIMIT
-        assert "outputs of weight 0 not computed" in engine.notes["packing"]
+        assert "outputs of weight 0 skipped" in engine.notes["packing"]
 
 
 def test_one_backward_for_all_losses_is_the_same() -> None:
@@ -330,7 +330,7 @@ def test_a_micro_batch_of_which_others_have_all_rows_runs_with_rows_of_its_own()
     with attach(model, verify="always") as engine:
         assert error(expected, train(model, engine, batches)) < LIMIT
         assert "in 1 of 1 updates" in engine.notes["packing of updates"]
-        assert "compared with the plain one in 7 of 7" in engine.notes["packing"]
+        assert "compared with the ordinary one in 7 of these" in engine.notes["packing"]
 
 
 @pytest.mark.parametrize("which", [0, 1, 3])
@@ -345,7 +345,7 @@ def test_a_forward_that_reads_more_than_was_said_computes_its_own(which: int) ->
         for batch in given:
             engine.backward(model(**batch, num_items_in_batch=items).loss)
         assert error(expected, take_gradients(model)) < LIMIT
-        assert "1 micro-batches ran alone: they read more positions" in engine.notes["packing of updates"]
+        assert "1 micro-batches ran alone: they read positions that engine.expect" in engine.notes["packing of updates"]
 
 
 def test_micro_batches_without_a_common_prefix_run_as_without_a_plan() -> None:
@@ -381,7 +381,7 @@ def test_the_report_says_why_announced_micro_batches_share_nothing() -> None:
     with attach(model, prefixes="update") as engine:
         assert not engine.expect([batch, batch])
         train(model, engine, [batch, batch])
-        assert "labels at the first real position of a text padded on the left" in engine.notes["packing of updates"]
+        assert "a label at the first position of a text padded on the left" in engine.notes["packing of updates"]
 
 
 def test_the_report_says_so_where_nobody_names_the_micro_batches() -> None:
@@ -406,7 +406,7 @@ def test_a_wrong_row_that_is_shared_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(update.UpdatePlan, "_run", wrong)
     with attach(model, verify="first") as engine:
         found = train(model, engine, batches)
-    assert "the plain step is used from here on" in engine.notes["packing"]
+    assert "lossless is off from here on" in engine.notes["packing"]
     assert error(expected, found) < LIMIT
 
 
@@ -457,8 +457,8 @@ def test_the_plan_says_how_many_rows_are_held_at_a_time() -> None:
     # Of 4 prompts of 64 behind 18 common tokens, each in two micro-batches; the first 18 in eight.
     saved, held = 4 * 64 + 7 * 18, 18 + 64
     assert engine.notes["packing of updates"] == (
-        f"{saved} token positions not computed again, in 1 of 1 updates whose micro-batches have prefixes in "
-        f"common; at most {held} held at a time"
+        f"{saved} token positions not computed again, in 1 of 1 updates whose micro-batches share prefixes; "
+        f"at most {held} positions in memory"
     )
 
 

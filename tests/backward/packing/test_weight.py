@@ -94,8 +94,8 @@ def test_the_gradient_is_that_of_each_example_alone_over_two_micro_batches(
             engine.columns(labels=batch["labels"], **{column: weights})
             engine.backward(own_loss(model(**inputs(batch)).logits, batch, WEIGHTS))
     assert error(wanted, grads(model)) < LIMITS[dtype]
-    assert "outputs of weight 0 not computed" in engine.notes["packing"]
-    assert "gradient compared with the plain one" in engine.notes["packing"]
+    assert "outputs of weight 0 skipped" in engine.notes["packing"]
+    assert "gradient compared with the ordinary one" in engine.notes["packing"]
 
 
 @pytest.mark.parametrize("items", [None, 37.0])
@@ -159,7 +159,7 @@ def test_a_loss_that_reads_examples_without_weight_is_refused() -> None:
     with sbp.attach(model, "lossless") as engine:
         for column in ({"example_weight": WEIGHTS}, {"loss_weight": WEIGHTS[:, None].expand(6, 44)}):
             engine.columns(labels=batch["labels"], **column)
-            with pytest.raises(UnsupportedError, match="were not computed"):
+            with pytest.raises(UnsupportedError, match="that the policy skipped"):
                 engine.backward(own_loss(model(**inputs(batch)).logits, batch, torch.ones(6)))
     assert all(parameter.grad is None for parameter in model.parameters())
 

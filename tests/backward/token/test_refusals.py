@@ -186,6 +186,6 @@ def test_a_hook_that_would_see_chosen_positions_alone_is_named(mode: str, when: 
         if when == "after attach":
             hook()
         ids = torch.randint(1, 60, (2, 12))
-        with pytest.raises(UnsupportedError, match=r"penalise, at 'model\.layers\.0'\) would see rows of only a part"):
+        with pytest.raises(UnsupportedError, match=r"penalise, at 'model\.layers\.0'\) would not get the whole batch"):
             engine.backward(model(input_ids=ids, labels=ids).loss)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from sparsebp_cli.errors import UsageError
 
 _WORDS = {
-    "parameter": "the norm of each",
+    "parameter": "the norm of each parameter's gradient",
     "previous": "the norm of all gradients in the previous step",
     "exact": "the norm of all gradients, which an extra backward computes first",
 }

@@ -62,7 +62,7 @@ class EagerUpdate(PassRunner):
             others = hooks_after_accumulation(parameter)
             if any(isinstance(getattr(other, "__self__", None), EagerUpdate) for other in others):
                 taken = self._name(parameter)
-                raise UnsupportedError(f"update='eager': another engine updates {taken}: detach that engine first")
+                raise UnsupportedError(f"update='eager': another engine already updates {taken}; detach it first")
 
     def install(self, engine: EngineView) -> None:
         self._engine = engine
@@ -175,12 +175,12 @@ class EagerUpdate(PassRunner):
     def _note_late_updates(self, waited: Sequence[str], *, all_wait: bool) -> None:
         """Add report notes on late updates, except in the first pass, which may prove fewer gradients complete."""
         if all_wait:
-            why = "clipping by the exact norm of accumulated gradients needs all of them"
+            why = "clipping needs the norm of all accumulated gradients"
             self._engine.notes["eager wait"] = f"update: eager: parameters are updated after the backward: {why}"
         elif waited and self._engine.now().index > 0:
             self._engine.notes["eager wait"] = (
                 f"update: eager: {len(waited)} of {len(self._hooks)} parameters, such as {waited[0]}, are updated "
-                "at the end of the backward: they could receive more gradient until then"
+                "at the end of the backward, which can add to their gradients until then"
             )
 
     def _update(self, parameter: Tensor, norm: Tensor) -> None:

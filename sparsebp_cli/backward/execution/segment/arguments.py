@@ -31,8 +31,8 @@ class ArgumentSnapshot:
         for container in changed:
             if id(container) not in returned:
                 raise UnsupportedError(
-                    f"segments: {where} changes its argument, a {type(container).__name__}, without returning it; the "
-                    "recomputation in the backward would change it again: return the changed argument"
+                    f"segments: {where} changes its argument, a {type(container).__name__}, but does not return it, so "
+                    "the backward would repeat the change: return the changed argument"
                 )
 
 

@@ -152,7 +152,7 @@ def _join(segments: Iterable[Module | Sequence[Module]], num_segments: int | Non
     if not parts or (num_segments is not None and not 1 <= num_segments <= len(parts)):
         wanted = f"{num_segments} segments of " if num_segments is not None else ""
         raise UsageError(
-            f"there must be at least one segment, and no more segments than modules, got {wanted}{len(parts)} modules"
+            f"the number of segments must be from 1 to the number of modules, got {wanted}{len(parts)} modules"
         )
     if num_segments is None:
         return parts

@@ -389,7 +389,7 @@ def _attend(
         num_rows = len(read.row_M)
     num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
     if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
-        raise UnsupportedError(f"lossless does not support attention outside the input, as in {type(module).__name__}")
+        raise UnsupportedError(f"lossless does not support {type(module).__name__}, which attends outside the input")
     if mask.memory is None and (mask.ends or not mask.kept):
         mask.state.keep(module, key, value)
     if mask.ends:

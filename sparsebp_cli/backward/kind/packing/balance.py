@@ -61,7 +61,7 @@ def spread_routers(output: Any, layout: PackedLayout) -> dict[str, tuple[Tensor,
     for logits in routers:
         rows_NE = logits.reshape(-1, logits.shape[-1])
         if rows_NE.shape[0] != layout.num_rows:
-            raise UnsupportedError(f"a router must score {layout.num_rows} positions, got {rows_NE.shape[0]}")
+            raise UnsupportedError(f"lossless needs {layout.num_rows} rows of router logits, got {rows_NE.shape[0]}")
         values_BTE = rows_NE.index_select(0, layout.row_BT.flatten()).view(*layout.shape, -1)
         whole_BTE = fill(values_BTE, layout.computed_BT, "logits of routers")
         spread.append(whole_BTE.flatten(0, 1) if logits.dim() == 2 else whole_BTE)

@@ -205,22 +205,22 @@ class Counts:
 
     def describe(self) -> str:
         """Return a sentence for the report."""
-        refused = "".join(f"; {number} batches were run plainly: {reason}" for reason, number in self.refused.items())
+        refused = "".join(f"; {count} batches ran without lossless: {reason}" for reason, count in self.refused.items())
         if not self.packed:
             return f"nothing to leave out in {self.batches} batches{refused}"
         share = (self.padding + self.unread + self.shared) / self.positions
         late = f" and {self.late / self.positions:.0%} of the last layer's" if self.late else ""
         text = (
-            f"{share:.0%} of the positions not computed ({self.padding:,} padding, {self.unread:,} after the last "
-            f"label, {self.shared:,} in a shared prefix), and {self.head / self.outputs:.0%} of the head's rows"
+            f"skipped {share:.0%} of the positions ({self.padding:,} padding, {self.unread:,} after the last "
+            f"label, {self.shared:,} in a shared prefix) and {self.head / self.outputs:.0%} of the head's rows"
             f"{late}, in {self.packed} of {self.batches} batches"
         )
         if self.weightless:
-            text += f"; {self.weightless:,} outputs of weight 0 not computed"
+            text += f"; {self.weightless:,} outputs of weight 0 skipped"
         if self.checks:
             plain = "one" if self.compared == "gradient" else "ones"
             text += (
-                f"; {self.compared} compared with the plain {plain} in {self.checks} of {self.packed} of them, largest "
+                f"; {self.compared} compared with the ordinary {plain} in {self.checks} of these batches, largest "
                 f"relative error {self.error:.1e}"
             )
         return text + refused + (f"; {self.plain_is_wrong}" if self.plain_is_wrong else "")

@@ -68,8 +68,8 @@ class LaterDropout:
         for name, module in self._modules:
             if (rate := find_rate(module)) > 0.0:
                 raise UsageError(
-                    f"{name!r} got dropout {rate:g} after the model was attached, but lossless must know it before: "
-                    "set it to 0, or call engine.detach() and attach the model again"
+                    f"{name!r} got dropout {rate:g} after the model was attached, but lossless reads dropout only at "
+                    "attach: set it to 0, or call engine.detach() and attach the model again"
                 )
 
 

@@ -146,7 +146,7 @@ class PackedForward(ForwardOverride, Passes):
         refuse_arguments(given, known=known)
         hook = find_hook(self._model, inside=True)
         if hook:
-            extension.failure = f"{hook}: the plain step is used from here on"
+            extension.failure = f"{hook}: lossless is off from here on"
             extension.note()
             return plain()
         batch = self.find_batch(given, counts, extension.given_labels)
@@ -183,7 +183,7 @@ class PackedForward(ForwardOverride, Passes):
         """Return why a batch with these arguments runs plainly; empty if it does not."""
         has_targets = self.extension.head is not None and self.extension.pair is None
         if has_targets and has_cut_labels(given):
-            return "their labels do not have the shape (B, T) of the batch"
+            return "their labels do not have the shape (examples, positions) of the batch"
         return find_whole(self._model, given, known)
 
     def _run_whole(self, given: Mapping[str, Any], plain: Callable[[], Any]) -> Any:

@@ -98,7 +98,7 @@ class LastLayer(ModuleOverride):
                 self._skip(stack, () if self._layout is None else self._layout.key_value)
                 output = run(mask.with_keys(reached.keys), read.row_M)
             return _spread(output, mask.layout.num_rows, read.row_M) if self.spreads else output
-        raise UnsupportedError(f"{type(self.module).__name__} must call an attention function of transformers")
+        raise UnsupportedError(f"lossless does not support {type(self.module).__name__}, which calls no attention")
 
     def _skip(self, stack: ExitStack, names: Sequence[str]) -> None:
         if self.skips and self._core is not None:

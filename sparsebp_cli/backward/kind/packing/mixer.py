@@ -108,8 +108,8 @@ class Mixer(ForwardOverride):
         hidden = given.pop("hidden_states", None)
         if layout is None or not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, layout.num_rows):
             raise UnsupportedError(
-                f"lossless does not support {type(self._module).__name__} here: it mixes neighbouring positions, but "
-                "does not get all positions of the batch"
+                f"lossless does not support {type(self._module).__name__} in this model: the module mixes neighbouring "
+                "positions, but gets only some positions of the batch"
             )
         outputs, states = list[Tensor](), list[SegmentStates]()
         for run in layout.mixing.runs:
@@ -120,7 +120,7 @@ class Mixer(ForwardOverride):
             given |= {"cache": cache if run.before or run.is_read else None, "attention_mask": None}
             outputs.append(self.run_covered(self._module, hidden_states=rows, **given).flatten(0, 1))
             if run.is_read and not cache.is_complete:
-                raise UnsupportedError(f"lossless does not support {type(self._module).__name__}: it caches no state")
+                raise UnsupportedError(f"lossless does not support {type(self._module).__name__}: its cache is empty")
         return torch.cat(outputs).index_select(0, layout.mixing.place_N)[None]
 
 

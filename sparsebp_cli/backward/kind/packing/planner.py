@@ -75,8 +75,8 @@ from sparsebp_cli.backward.patch.forward import (
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import BatchPacker, PackedSize
 
-_NOTHING_SEEN = "no training batch went through the forward of {}: its parts and other forwards run without lossless"
-_EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
+_NOTHING_SEEN = "no training batch went through {}: call the whole model, since lossless does not act in its parts"
+_EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, so lossless is off: call model.train() before the loop"
 
 
 class PackingPlanner(PackedModel):
@@ -232,8 +232,8 @@ class PackingPlanner(PackedModel):
         causal = self.is_causal is not False
         if not causal and self._reads_first and not real[:, 0].all():
             self.engine.notes["first position"] = (
-                "a module above the layers reads the first position, which is padding if examples are padded on "
-                "the left: lossless skips nothing in these batches; pad on the right"
+                "lossless skips nothing in batches that are padded on the left, because a module above the layers "
+                "reads the first position: pad on the right"
             )
             return None
         read = real if read_BT is None else read_BT
@@ -438,7 +438,7 @@ class PackingPlanner(PackedModel):
     def refuse(self, batch: PackedBatch, reason: str) -> None:
         """Run batches of this kind plainly. With ``prefixes: update`` run all plainly, since batches share rows."""
         if self.policy.prefixes == "update":
-            self.failure = f"{reason}: the plain step is used from here on"
+            self.failure = f"{reason}: lossless is off from here on"
         self.comparisons.failed[batch.signature] = reason
 
     def count(self, batch: PackedBatch, counts: Counts) -> None:

@@ -62,8 +62,8 @@ def refuse_inexact(model: PreTrainedModel, verify: str) -> None:
             raise UnsupportedError(f"lossless does not support batch statistics, as {where!r} computes them")
         if getattr(module, "scale_grad_by_freq", False):
             raise UnsupportedError(
-                f"{where!r} divides the gradient of a token by its number in the whole batch: set scale_grad_by_freq "
-                "to False"
+                f"{where!r} divides the gradient of a token by how often the token occurs in the batch: set "
+                "scale_grad_by_freq to False"
             )
         rate = 0.0 if module in known_dropout else find_rate(module)
         if rate > 0.0:
@@ -142,12 +142,12 @@ def refuse_batch(model: PreTrainedModel, facts: BatchFacts, largest: int) -> str
     ``largest`` is the largest position number among the rows to compute.
     """
     if facts.trains_gaps:
-        return "the loss reads an output at a masked position after the first real one, which attends to earlier ones"
+        return "the loss reads an output at a masked position, which attends to earlier positions of the text"
     if facts.has_fractions:
         return "position numbers are not whole numbers"
     config = model.config.get_text_config()
     if largest != facts.largest and (limit := _find_rope_limit(config)) is not None and facts.largest >= limit:
-        return f"position numbers reach {facts.largest}, where rotary embeddings depend on the batch's largest position"
+        return f"position numbers reach {facts.largest}, so rotary embeddings depend on the largest one in the batch"
     return ""
 
 
@@ -213,7 +213,7 @@ def find_whole(model: PreTrainedModel, given: Mapping[str, Any], known: Collecti
     if picture := find_picture(model, given, known):
         return f"they have {picture}, and packing does not support batches with pictures or sound"
     asked = (name for name in sorted(OUTPUTS - set(known)) if given.get(name, getattr(model.config, name, False)))
-    return next((f"their forward requests {name}, which a packed forward does not return" for name in asked), "")
+    return next((f"their forward requests {name}, which lossless does not return" for name in asked), "")
 
 
 def find_picture(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:

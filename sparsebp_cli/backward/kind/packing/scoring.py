@@ -45,12 +45,12 @@ _Value = TypeVar("_Value")
 Reads = Literal["labels", "loss"]
 NOTE = "packing without a gradient"  # the note's name in the report
 READS_MORE = (
-    "the script reads more than the loss of a forward without gradients, so lossless skipped nothing: leave the "
-    "labels out of the forward, or declare by engine.scoring(...) that you read only positions with a label"
+    "the script reads outputs besides the loss in forwards without gradients, so lossless skips nothing there: leave "
+    "the labels out of these forwards, or declare by engine.scoring(...) that you read only positions with a label"
 )
 CHANGED = (
     "lossless computes outputs other than the loss only when you read them, but the weights have changed since "
-    "the forward: read outputs before the update"
+    "the forward: read outputs before optimizer.step()"
 )
 
 

@@ -58,7 +58,7 @@ def refuse_bounds(inputs: Mapping[str, Any], begins_BT: Bools | None, size: tupl
     for name, value in given.items():
         told_BT = _told_by(name, value, size)
         if told_BT is None or not np.array_equal(told_BT[:, 1:], begins_BT[:, 1:]):
-            return f"{name} and position_ids mark different beginnings of sequences; attention reads position_ids"
+            return f"{name} and position_ids begin sequences at different positions; attention follows position_ids"
     return ""
 
 

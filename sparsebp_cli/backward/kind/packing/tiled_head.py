@@ -31,8 +31,8 @@ MIN_SAVED = 2**24  # bytes
 # Peak bytes for each logit of the plain loss: the logits, their logarithms, and two gradients; mostly in float32.
 WHOLE_BYTES, WHOLE_BYTES_SCORED = 16, 8
 UPDATED = (
-    "the logits of this forward were not kept, and the weights have changed since: read output.logits before the "
-    'update, or set logits: whole for lossless (make_policy("lossless", logits="whole"))'
+    "lossless did not keep the logits of this forward, and the weights have changed since: read output.logits before "
+    'optimizer.step(), or set logits: whole (make_policy("lossless", logits="whole"))'
 )
 
 
@@ -55,8 +55,8 @@ class TiledHead:
         """A sentence for the report; empty for nothing."""
         if not self.batches:
             return ""
-        again = f"; the script read them in {self.read_again} of these, computed again" if self.read_again else ""
-        return f"; the head ran in tiles in {self.batches} batches, without the logits of all rows{again}"
+        again = f"; in {self.read_again} of these, the script read logits, computed again" if self.read_again else ""
+        return f"; the head ran in tiles in {self.batches} batches, some positions at a time{again}"
 
     def start(
         self,

@@ -261,7 +261,7 @@ class UpdatePlan:
         leaves = self.held[segment].leaves
         if leaves is None:
             raise UsageError(
-                "a micro-batch ran again after the backward of its shared prefix: run each micro-batch once"
+                "a micro-batch ran again after the backward of the prefix that it shares: run each micro-batch once"
             )
         return leaves
 
@@ -360,20 +360,20 @@ class HeldRows:
             )
         if self.unfit and not self.shared:
             return (
-                f"prefixes are shared only within each batch: {self.unfit} updates have labels at the first real "
-                "position of a text padded on the left, several texts in a row, or batches that run plainly"
+                f"prefixes are shared only within each batch: {self.unfit} updates have a label at the first position "
+                "of a text padded on the left, several texts in a row, or batches that run without lossless"
             )
         if not self.updates:
             return "prefixes are shared only within each batch: pass the micro-batches of an update to engine.expect"
         if not self.shared:
             return f"the micro-batches of {self.updates} updates have no prefix in common"
         alone = (
-            f"; {self.alone} micro-batches ran alone: they read more positions than engine.expect got, or with other "
+            f"; {self.alone} micro-batches ran alone: they read positions that engine.expect did not get, or had other "
             "adapters or other trained parameters"
         )
         return (
             f"{self.saved:,} token positions not computed again, in {self.shared} of {self.updates} updates whose "
-            f"micro-batches have prefixes in common; at most {self.most:,} held at a time{alone if self.alone else ''}"
+            f"micro-batches share prefixes; at most {self.most:,} positions in memory{alone if self.alone else ''}"
         )
 
 

@@ -68,17 +68,17 @@ class Check:
         """Return a text about the difference."""
         if self.guilty == "plain":
             return (
-                f"the plain step is wrong: outputs of examples in its batch differ by {self.from_alone:.1e} from those "
-                "of each example alone, so the packed step is used (`sparsebp audit --examples` shows where)"
+                f"lossless is right, the ordinary step is wrong: there, outputs differ by {self.from_alone:.1e} from "
+                "those of each example alone (`sparsebp audit --examples` shows where)"
             )
         if self.guilty == "packed":
-            return f"outputs of packed examples differ by {self.from_alone:.1e} from those of the examples alone"
+            return f"under lossless, outputs differ by {self.from_alone:.1e} from those of each example alone"
         if self.error > self.limit:
-            what = "the packed gradient differs" if self.compared == "gradient" else "outputs of packed examples differ"
-            return f"{what} from the plain one by {self.error:.1e} (limit {self.limit:.0e})"
+            what = "gradient" if self.compared == "gradient" else "outputs"
+            return f"lossless changes the {what} by a relative error of {self.error:.1e} (limit {self.limit:.0e})"
         return (
-            f"an output that the loss reads differs from the plain one by {self.row_error:.1e}, but rounding explains "
-            f"only {self.row_limit:.0e}"
+            f"lossless changes an output that the loss reads by {self.row_error:.1e}, but rounding explains at most "
+            f"{self.row_limit:.0e}"
         )
 
 

@@ -76,7 +76,7 @@ class DeadExamples:
     def note(self) -> str:
         """A sentence for the report; empty for nothing."""
         if self._is_silent is False:
-            return "; examples of weight 0 get a gradient from the loss, and are trained as all others"
+            return "; examples of weight 0 are not skipped, because the loss gives them a gradient"
         return f"; {self.number:,} examples of weight 0 run without a gradient" if self.number else ""
 
     def find_trained(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -174,7 +174,7 @@ class _Joined(torch.autograd.Function):
         (grad,) = grads
         if bool((grad.index_select(0, dead_D) != 0).any()):
             raise ReadsUncomputedError(
-                "examples of weight 0 had no gradient in the first batch, so lossless skips such examples, but now one "
-                "has a gradient: do not pass advantage or example_weight to the engine"
+                "lossless skips examples of weight 0, because the first batch gave them no gradient, but now one has a "
+                "gradient: do not pass advantage or example_weight to the engine"
             )
         return grad.index_select(0, live_L), None, None, None

@@ -209,7 +209,7 @@ class DecoderOverride(ForwardOverride):
         """Refuse a replaced module, and a foreign hook that would see only the chosen positions."""
         self.extension.places.check()
         if hook := find_hook(self._model, inside=True):
-            raise UnsupportedError(f"{hook} of only a part of the batch: remove it, or train without token selection")
+            raise UnsupportedError(f"{hook}: remove the hook, or train without token selection")
 
     def _select(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         self.extension.was_called = True
