@@ -13,8 +13,8 @@ LONGEST_LABEL = 20  # characters; the verdict above the table has the whole labe
 NOTE = (
     "To baseline: the difference paired by seed, with a 95% interval from three seeds up. Cost: FLOPs of all steps "
     "divided by the baseline's (of older runs: from probes). Speed: of whole steps, as a multiple of the baseline's. "
-    "Limit: speed-up of forward and backward if time fell like their FLOPs. Memory: the most that a step holds. Bold: "
-    "a statement shows a gain."
+    "Limit: speed-up of forward and backward if time falls in proportion to FLOPs. Memory: the largest in a step. "
+    "Bold: a statistically shown gain."
 )
 
 

@@ -212,8 +212,8 @@ class _Builder:
                 shown, found = ", ".join(f"{value:.5g}" for value in values), spread(values)
                 inside = f", standard deviation {found.sd:.2g}" if found and found.sd is not None else ""
                 lines.append(
-                    f"{self.labels[group]}: seed {first.seed} was run {len(again)} times "
-                    f"({self.metric} {shown}{inside}); the first counts, run {first.run_id}"
+                    f"{self.labels[group]}: {len(again)} runs have seed {first.seed} "
+                    f"({self.metric} {shown}{inside}); the comparison uses the first, {first.run_id}"
                 )
         return lines
 
@@ -229,7 +229,7 @@ class _Builder:
                 return [f"{len(dense)} groups are dense: the baseline is {name}, not {others}; --baseline sets another"]
             return [f"no run here is dense: the baseline is {name}, so no saving is relative to dense training"]
         return [
-            f"the baseline was chosen: {self.labels[self.first]}; without --baseline it is {self.labels[self.usual]}. "
+            f"--baseline sets {self.labels[self.first]}; the default baseline is {self.labels[self.usual]}. "
             "If you choose a baseline after you saw its result, chance alone can make differences"
         ]
 

@@ -150,13 +150,13 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
             lines.append(f"run {run.run_id} was resumed with an allowed change: {change['field']} ({values})")
     counted = [run for run in runs if run.finished and not run.repeats]
     if changing := [run.run_id for run in counted if run.has_phases]:
-        lines.append(f"the policies of {', '.join(changing)} changed during the training: no medians over their steps")
+        lines.append(f"the policies of {', '.join(changing)} changed during training: their steps have no medians")
     if pairs := [*islice(ran_together(counted), MOST_PAIRS + 1)]:
         first, second = pairs[0]
         number = f"more than {MOST_PAIRS}" if len(pairs) > MOST_PAIRS else len(pairs)
         lines.append(
             f"{number} pair{'s' * (len(pairs) > 1)} of runs ran at the same time ({first.run_id} and "
-            f"{second.run_id}{', ...' * (len(pairs) > 1)}): on one machine their step times disturb each other"
+            f"{second.run_id}{', ...' * (len(pairs) > 1)}): on one machine, each slows the steps of the other"
         )
     if busy := [group.label for group in groups if group.speed.busy is not None]:
         lines.append(f"the machine was busy while {', '.join(busy)} ran: no statement about their step times")
@@ -168,13 +168,13 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     if len(seeds) > 1:
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
         lines.append(
-            f"the groups have different seeds ({shown}): a difference is over the seeds of its two groups, a mean over "
+            f"the groups have different seeds ({shown}): a difference uses the seeds that its two groups share, a mean "
             "the seeds that all groups share"
         )
     if any(run.sequential for run in counted):
         lines.append(
-            "`run --until-ci` of 0.5 added seeds until a margin was decided: intervals and answers of one look do not "
-            "account for this"
+            "`run --until-ci` of version 0.5 added seeds until a margin was decided: intervals and answers of one look "
+            "ignore this, so they are too certain"
         )
     if dirty := [run.run_id for run in counted if run.dirty]:
         lines.append(f"uncommitted changes in the checkout were present in {len(dirty)} of {len(counted)} runs")
@@ -224,7 +224,7 @@ def _claim_warning(group: Group, runs: Sequence[LoadedRun]) -> str:
     if executed <= claimed * TOLERANCE:
         return ""
     what = "skips nothing" if executed > 0.99 else f"executes {executed:.0%}"
-    return f"{group.label}: claims to need {claimed:.0%} of the backward FLOPs, but {what} (counted)"
+    return f"{group.label}: estimates {claimed:.0%} of the dense backward FLOPs, but {what} (counted)"
 
 
 def _saving_warning(group: Group) -> str:
@@ -233,8 +233,8 @@ def _saving_warning(group: Group) -> str:
     if share is None or low is None or low <= 1.0:
         return ""
     return (
-        f"{group.label}: its probes saved more time ({share:.0%}) than its policy can save: the limit or the clock is "
-        "wrong"
+        f"{group.label}: its probes saved {share:.0%} of the time that its policy can save, so the limit or the clock "
+        "is wrong"
     )
 
 
@@ -248,8 +248,8 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
     chosen = any(flatten(run.recipe).get("backward.execution") == "reference" for run in runs)
     why = "; this is expected, because backward.execution: reference computes every product" if chosen else ""
     return (
-        f"{group.label}: claims to need {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "
-        f"executed (counted{why})"
+        f"{group.label}: estimates {claimed:.1%} of the dense backward FLOPs at its sites, but {executed:.1%} were "
+        f"counted{why}"
     )
 
 

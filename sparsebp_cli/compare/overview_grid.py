@@ -52,7 +52,7 @@ def _changes(comparison: Comparison) -> list[Grid]:
 
 def _confounds(comparison: Comparison) -> Grid:
     rows = tuple((c.name, value, ", ".join(labels)) for c in comparison.confounds for value, labels in c.values)
-    note = "Each of these can explain a difference, as the recipe can."
+    note = "Each of these can explain a difference in results, like a difference of recipes."
     return Grid("Other differences", ("what", "value", "groups"), rows, note, aside=3)
 
 
@@ -75,8 +75,8 @@ def _speed(comparison: Comparison) -> Grid:
         "Step: median time [quartiles] without warm-up, evaluation and checkpoints. Then the medians of its phases. "
         "To baseline: geometric mean of the ratios of step times, paired by seed [95% interval on the logarithm, "
         "simultaneous like the interval of quality]. Withheld: the machine was busy, or its speed drifted. Limit: "
-        "speed-up of forward and backward over all steps if time fell like their FLOPs. Reached: fraction of that "
-        "saving in time, from the time per FLOP in probes, which run dense and policy alternately."
+        "speed-up of forward and backward over all steps if time falls in proportion to FLOPs. Reached: fraction of "
+        "that saving, measured in probes, which time dense and policy alternately."
     )
     bold = find_gains(comparison, comparison.groups, "step time", columns)
     return Grid("Speed", columns, tuple(rows), note, bold=bold)
@@ -109,7 +109,7 @@ def _spent(comparison: Comparison) -> Grid:
     note = (
         "FLOPs: forward, backward, update and trial passes of all steps, on the run's own batches. Cost: these FLOPs "
         "divided by the baseline's, paired by seed [95% interval]. Step seconds: the same ratio of CPU seconds (on "
-        "CUDA: seconds of the clock). Differ: the two ratios differ by more than a tenth."
+        "CUDA: seconds of the clock). Differ: cost and step seconds differ by more than a tenth."
     )
     columns = ("group", "FLOPs", "cost", "step seconds", "FLOPs and seconds")
     return Grid("Cost of all steps", columns, tuple(rows), note)
@@ -128,8 +128,8 @@ def _memory(comparison: Comparison) -> Grid:
             shown.append(group)
     columns = ("group", "held", "to baseline", "weights", "gradients", "optimizer", "saved", "peak")
     note = (
-        "Held: the most memory in a step, by the allocator of CUDA, or else by the tensors of a traced step. The "
-        "ratio is paired by seed, with an interval simultaneous like the interval of quality. Saved: what autograd "
+        "Held: the most memory in a step, counted by CUDA's allocator, or from the tensors of a traced step. To "
+        "baseline: the ratio paired by seed, with a simultaneous interval like that of quality. Saved: what autograd "
         "stores between forward and backward, without parameters. Peak: the largest of all runs. The peak of a "
         "process includes libraries, data and older memory, so it is not compared."
     )
@@ -158,11 +158,11 @@ def _work(comparison: Comparison) -> Grid:
         )
     columns = ("group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error", "of SGD's noise")
     note = (
-        "Backward executed: counted FLOPs. Of dense: their fraction of dense. Claimed: the fraction that the policy "
-        "estimated. Kept: fraction of the gradient's entries. Cosine and relative error: against the dense gradient "
-        "of the same batch, medians over the steps of all runs. Of SGD's noise: squared error divided by the variance "
-        "of the dense gradient over batches. Far below 1, the error disappears in the noise of training. Far above 1, "
-        "equal steps cannot make up for it."
+        "Backward executed: counted FLOPs. Of dense: these divided by the FLOPs of a dense backward. Claimed: the "
+        "policy's estimate of this fraction. Kept: fraction of the gradient's entries. Cosine and relative error: "
+        "against the dense gradient of the same batch, medians over the steps of all runs. Of SGD's noise: squared "
+        "error divided by the variance of the dense gradient over batches. Far below 1, the error disappears in the "
+        "noise of training. Far above 1, training for as many steps cannot make up for it."
     )
     return Grid("Backward work and fidelity of the gradient", columns, tuple(rows), note)
 
@@ -253,11 +253,11 @@ def _margin(comparison: Comparison) -> Grid:
             rows.append((group.label, *cells))
     title = "" if comparison.margin is None else f"{comparison.metric}: not worse by more than {comparison.margin:g}?"
     note = (
-        "p: for a true difference equal to the margin, corrected for the number of groups. Equal within: neither "
-        "worse nor better by more than the margin. Both answers assume one look at a number of seeds fixed "
-        "beforehand. At any look: the first answer if you look after every seed. More seeds: this many more would "
-        "decide in one look with a chance of 80%, if the true difference and spread are those seen. A dash: more than "
-        "200, or unknown."
+        "p: the chance of such a result if the true difference equals the margin, corrected for the number of groups. "
+        "Equal within: neither worse nor better by more than the margin. Both answers assume one look at a number of "
+        "seeds fixed beforehand. At any look: the first answer if you look after every seed. More seeds: this many "
+        "more would decide in one look with a chance of 80%, if the true difference and spread are those seen. A "
+        "dash: more than 200, or unknown."
     )
     columns = ("group", "answer", "p", "equal within", "at any look", "more seeds")
     return Grid(title, columns, tuple(rows), note, aside=2)
@@ -273,9 +273,10 @@ def _at_equal(comparison: Comparison) -> Grid:
             values = (show.of_spread(entry.quality), show.of_spread(entry.others), show.of_difference(entry.difference))
             rows.append((group.label, entry.other, amount, *values))
     note = (
-        "Two groups at a time, on the seeds that both have, at the evaluation nearest to the cost of the cheaper "
-        "group (up to 10% earlier or 5% later). If a cost is unknown, training time replaces it. The learning rate of "
-        "the more expensive group was then not yet at its end: the control run with its own schedule is fairer."
+        "Each row compares two groups on the seeds that both have, at the evaluation nearest to the cost of the "
+        "cheaper group (up to 10% earlier or 5% later). If a cost is unknown, training time replaces it. There, the "
+        "more expensive group has not yet lowered its learning rate to the end: the control run, with a schedule of "
+        "that length, is fairer."
     )
     if any(row[3] == show.NONE for row in rows):
         note += (
@@ -304,10 +305,10 @@ def _examples(comparison: Comparison, everything: bool) -> Grid:
     name = metrics.pop() if len(metrics) == 1 else "metric, or loss,"
     columns = ("group", "seed", f"{name} to baseline", "examples", "p", "of them worse")
     note = (
-        "Descriptive: the two trained models of one seed on the same held-out examples, with equal weights. "
+        "Descriptive: each row compares the two models of one seed on the same held-out examples, which count equally. "
         "Neighbours resemble each other, so the interval is over documents, or over blocks of consecutive examples if "
-        "documents are unknown or fewer than 10. This interval is not corrected. p is, for all rows of all groups "
-        "(Holm). Neither says anything about other seeds."
+        "documents are unknown or fewer than 10. Only p is corrected for the number of rows of all groups (Holm), the "
+        "interval is not. Neither says anything about other seeds."
     )
     return Grid("Example by example", columns, rows, note, aside=2)
 
@@ -324,7 +325,7 @@ def _controls(comparison: Comparison) -> Grid:
         for c in comparison.controls
     )
     note = (
-        f"Cost: of the control, divided by the group's; at least 1. To the control: {comparison.metric} of the group "
+        f"Cost: the control's divided by the group's; at least 1. To the control: {comparison.metric} of the group "
         f"minus {comparison.metric} of the control, paired by seed."
     )
     commands = tuple(dict.fromkeys(control.command for control in comparison.controls if control.command))

@@ -21,8 +21,8 @@ def withhold_times(speed: Speed, quality: Quality, baseline: Speed | None, *, sa
         why = _describe_busy(found)
     elif baseline is not None and same_hardware and (limit := _find_drift(speed, quality, baseline)) is not None:
         why = (
-            f"the step times differ by more than the policy can save, at most {100 * (limit - 1):+.0f} % of forward "
-            "and backward: the machine's speed changed between the runs"
+            "the machine's speed changed between the runs: the step times differ by more than the policy can save, at "
+            f"most {100 * (limit - 1):+.0f} % of forward and backward"
         )
     else:
         return speed
@@ -58,6 +58,6 @@ def _describe_busy(found: dict[str, Busy]) -> str:
     runs = " and ".join(f"{busy.runs} of {whose} {busy.of} runs" for whose, busy in found.items())
     shares = [busy.cpu_share for busy in found.values() if busy.cpu_share is not None]
     loads = [busy.load for busy in found.values() if busy.load is not None]
-    how = [f"{min(shares):.0%} of the CPU time of a quiet one"] if shares else []
-    how += [f"load {max(loads):.1f} a CPU"] if loads else []
+    how = [f"{min(shares):.0%} of the CPU time of a quiet machine"] if shares else []
+    how += [f"load {max(loads):.1f} per CPU"] if loads else []
     return f"the machine was busy in {runs} ({', '.join(how)})"

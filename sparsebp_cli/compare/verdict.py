@@ -114,9 +114,9 @@ def _quality(quality: Quality, metric: str, way: Way, doubts: Doubts) -> list[St
 
 def _common_step(unequal: Unequal, reasons: tuple[str, ...]) -> list[Statement]:
     if unequal.difference is None:
-        return _note("there is no step at which both were evaluated")
+        return _note("there is no step at which both groups were evaluated")
     number = Number.of(unequal.metric, unequal.difference)
-    where = f"at step {unequal.common_step:,}, the last step that both evaluated"
+    where = f"at step {unequal.common_step:,}, the last step at which both groups were evaluated"
     return [Statement(_judge(unequal.difference, None, ""), "common step", (number,), (*reasons, where))]
 
 
@@ -168,7 +168,7 @@ def _on_examples(entry: ExampleDifference) -> list[Statement]:
     if found.low is None or found.high is None or found.decisive_p is None:
         return []
     examples = f"{found.n} held-out examples in {entry.clusters} {entry.clustered_by}s"
-    where = f"descriptively, of two models and not of seeds: on {examples} the model of seed {entry.seed}"
+    where = f"as a description of two models, not of other seeds: on {examples} the model of seed {entry.seed}"
     outcome: Outcome = _judge(found, None, "")
     return [Statement(outcome, "examples", (Number.of(f"{entry.metric}, seed {entry.seed}", found),), (where,))]
 
@@ -185,7 +185,7 @@ def _margin_reasons(decision: NotWorse) -> tuple[str, ...]:
     if decision.more_seeds is not None:
         return (f"about {decision.more_seeds} seed{'s' * (decision.more_seeds > 1)} more would decide in one look",)
     if decision.answer not in {decision.anytime, "inconclusive"}:
-        return (f"in one look; if you looked before: {decision.anytime}",)
+        return (f"if you looked once; if you looked before: {decision.anytime}",)
     return ()
 
 
@@ -245,11 +245,11 @@ def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[State
     if not any(control.kind == "dense" for control in controls):
         return found
     if speed.step_cost is None:
-        return [*found, *_note("the cost of a step is unknown (no probe), so no dense run has a known equal cost")]
+        return [*found, *_note("no probe measured the cost of a step, so no dense run of equal cost is known")]
     if speed.step_cost > SAVES:
         return [
             *found,
-            *_note("a step saves less than 2 % of a dense step, so no dense control at equal cost is needed"),
+            *_note("the policy saves less than 2 % of a dense step, so no dense control at equal cost is needed"),
         ]
     equal = [control for control in controls if control.kind in EQUAL_COST]
     if best := [control for control in equal if control.is_best]:

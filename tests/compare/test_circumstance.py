@@ -47,7 +47,7 @@ def test_on_a_busy_machine_the_verdict_gives_no_step_times(make_run: MakeRun) ->
         add(run, "host/load", [9.8] * 20)
     group = sparse(runs)
     assert "step time -50" not in group.verdict
-    told = "the machine was busy in 3 of its 3 runs (30% of the CPU time of a quiet one, load 9.8 a CPU)"
+    told = "the machine was busy in 3 of its 3 runs (30% of the CPU time of a quiet machine, load 9.8 per CPU)"
     assert f"no statement about step time: {told}" in group.verdict
     assert "-40" not in group.verdict, "a probe is not the training"
     assert group.speed.reached == pytest.approx(0.4 / 0.6)
@@ -99,7 +99,7 @@ def test_runs_of_unequal_length_are_never_plainly_better(make_run: MakeRun) -> N
     runs += [make_run("topk", s, loss=x - 0.4 - s / 100, **TOPK) for s, x in enumerate(LOSSES)]
     verdict = sparse(runs).verdict
     assert verdict.startswith("after 20 steps against 10, eval/loss is lower by 1.41 (")
-    assert "; at step 10, the last step that both evaluated, eval/loss is lower by 0.41 " in verdict
+    assert "; at step 10, the last step at which both groups were evaluated, eval/loss is lower by 0.41 " in verdict
     assert "better" not in verdict
 
 
@@ -155,7 +155,7 @@ def test_more_time_saved_than_there_is_gives_a_warning(
             for step in (15, 16):
                 values = probed | {"probe/policy_seconds": seconds[1]}
                 journal.write("metrics", step=step, values=values)
-    impossible = [line for line in compare_runs(runs).warnings if "saved more time" in line]
+    impossible = [line for line in compare_runs(runs).warnings if "its probes saved" in line]
     assert bool(impossible) is is_impossible
 
 

@@ -131,7 +131,7 @@ def test_an_answer_of_one_look_names_what_holds_at_any_look(make_run: MakeRun) -
     group = of(compare_runs(groups(make_run, [0.0], 3, noise=0.0005), Question(margin=0.05)), "p0")
     assert group.quality.not_worse is not None
     assert (group.quality.not_worse.answer, group.quality.not_worse.anytime) == ("yes", "inconclusive")
-    assert "yes (in one look; if you looked before: inconclusive)" in group.verdict
+    assert "yes (if you looked once; if you looked before: inconclusive)" in group.verdict
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_repeating_a_seed_until_it_is_good_changes_nothing(make_run: MakeRun) ->
         runs += [make_run("p", s, loss=3.0 + 0.011 * s + extra, policy=policy(0), exact=False) for s in range(4)]
     found = compare_runs(runs)
     assert "is worse by 0.10" in of(found, "p").verdict
-    assert sum("was run 3 times (eval/loss" in warning for warning in found.warnings) == 4
+    assert sum(": 3 runs have seed" in warning for warning in found.warnings) == 4
 
 
 def test_a_seed_that_diverged_first_is_not_made_good_by_running_it_again(make_run: MakeRun) -> None:
@@ -216,9 +216,9 @@ def test_a_seed_that_diverged_first_is_not_made_good_by_running_it_again(make_ru
 
 def test_a_baseline_chosen_instead_of_the_usual_one_is_named(make_run: MakeRun) -> None:
     runs = groups(make_run, [0.0, 0.1], 3)
-    assert not any("baseline was chosen" in line for line in compare_runs(runs, baseline="dense").warnings)
+    assert not any("default baseline is" in line for line in compare_runs(runs, baseline="dense").warnings)
     found = compare_runs(runs, baseline="p1")
-    assert found.warnings[0].startswith("the baseline was chosen: p1; without --baseline it is dense")
+    assert found.warnings[0].startswith("--baseline sets p1; the default baseline is dense")
 
 
 # Exact policies

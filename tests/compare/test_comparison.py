@@ -141,8 +141,8 @@ def test_of_two_finished_runs_of_one_seed_the_first_counts_and_all_values_are_to
     final = found.groups[0].quality.final
     assert final is not None
     assert (final.mean, final.n) == (5.0, 1)
-    told = "dense: seed 0 was run 2 times (eval/loss 5, 3, standard deviation 1.4); the first counts"
-    assert f"{told}, run {old.run_id}" in found.warnings
+    told = "dense: 2 runs have seed 0 (eval/loss 5, 3, standard deviation 1.4); the comparison uses the first"
+    assert f"{told}, {old.run_id}" in found.warnings
     assert {run.run_id: run.counts for run in found.runs} == {
         new.run_id: False,
         failed.run_id: False,
@@ -251,9 +251,9 @@ def test_a_policy_that_claims_to_skip_and_does_not_is_named(make_run: MakeRun) -
     runs = [make_run(), make_run("honest", **TOPK, executed=0.1, claimed=0.1)]
     runs.append(make_run("boaster", **TOPK, executed=1.0, claimed=0.1, backward={"exclude": ["a"]}))
     runs.append(make_run("half", **TOPK, executed=0.5, claimed=0.1, backward={"exclude": ["b"]}))
-    assert [line for line in compare_runs(runs).warnings if "claims" in line] == [
-        "boaster: claims to need 10% of the backward FLOPs, but skips nothing (counted)",
-        "half: claims to need 10% of the backward FLOPs, but executes 50% (counted)",
+    assert [line for line in compare_runs(runs).warnings if "estimates" in line] == [
+        "boaster: estimates 10% of the dense backward FLOPs, but skips nothing (counted)",
+        "half: estimates 10% of the dense backward FLOPs, but executes 50% (counted)",
     ]
 
 

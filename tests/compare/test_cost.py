@@ -76,7 +76,7 @@ def test_without_a_probe_the_counted_flops_tell_the_cost(make_run: MakeRun) -> N
 def test_where_nothing_tells_the_cost_the_verdict_says_so(make_run: MakeRun) -> None:
     gone = {"flops/forward": float("nan"), "flops/backward_executed": float("nan"), "flops/backward_dense": 0.0}
     found = compare_runs([*study(make_run)[:3], *seeds(make_run, "topk", (0.1, 0.1, 0.11), **TOPK, metrics=gone)])
-    assert "the cost of a step is unknown (no probe), so no dense run has a known equal cost" in found.groups[1].verdict
+    assert "no probe measured the cost of a step, so no dense run of equal cost is known" in found.groups[1].verdict
 
 
 # What makes a run a control

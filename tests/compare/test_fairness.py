@@ -138,14 +138,16 @@ def test_the_command_of_a_random_control_has_no_option_that_is_gone(make_run: Ma
 def test_means_over_other_seeds_than_the_differences_are_said_to_be(make_run: MakeRun) -> None:
     runs = [*seeds_of(make_run, "dense", (0.0,) * 3), make_run("b", 0, **TOPK)]
     warnings = compare_runs(runs).warnings
-    assert any("(dense: 0, 1, 2; b: 0): a difference is over the seeds of its two groups" in one for one in warnings)
+    assert any(
+        "(dense: 0, 1, 2; b: 0): a difference uses the seeds that its two groups share" in one for one in warnings
+    )
 
 
 def test_a_policy_whose_step_costs_as_much_needs_no_dense_at_equal_cost(make_run: MakeRun) -> None:
     found = compare_runs([make_run(seconds=0.2), make_run("slow", **TOPK, seconds=0.1)])  # 1.0 of the FLOPs
     assert [c.kind for c in found.controls] == ["dense", "random"]
     assert (
-        "a step saves less than 2 % of a dense step, so no dense control at equal cost is needed"
+        "the policy saves less than 2 % of a dense step, so no dense control at equal cost is needed"
         in found.groups[1].verdict
     )
 
@@ -219,7 +221,7 @@ def test_two_models_are_compared_example_by_example_and_seeds_are_not_claimed(ma
     assert [(e.seed, e.difference.n, e.worse_share) for e in group.quality.examples] == [(0, 4, 0.75)]
     assert group.quality.examples[0].difference.mean == pytest.approx(0.075)
     assert group.verdict.startswith(
-        "one seed: no statement about quality; descriptively, of two models and not of seeds: "
+        "one seed: no statement about quality; as a description of two models, not of other seeds: "
         "on 4 held-out examples in 3 blocks the model of seed 0 is not shown to differ"
     )
 

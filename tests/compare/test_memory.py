@@ -56,7 +56,7 @@ def test_a_run_of_0_5_keeps_its_peak_and_its_parts_are_ignored(make_run: MakeRun
     assert "Memory of one step" not in render_report(comparison)
     done = CliRunner().invoke(app, ["show", dense.run_id, "--all"])
     assert done.exit_code == 0, done.output
-    assert "a step's tensors 800 MB at most" in " ".join(done.output.split())
+    assert "tensors of a step: 800 MB at most" in " ".join(done.output.split())
     told = json.loads(CliRunner().invoke(app, ["show", dense.run_id, "-o", "json"]).output)
     assert "memory" not in told
     assert told["metrics"]["memory/step_peak_weight_bytes"]["last"] == 800 * MEGA

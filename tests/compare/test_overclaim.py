@@ -17,21 +17,17 @@ def _proof(claimed: float, executed: float, excess: float) -> dict[str, float]:
 
 def _warnings(make_run: MakeRun, **policy: Any) -> list[str]:
     runs = [make_run("dense", 0), make_run("sparse", 0, policy=TOPK, exact=False, **policy)]
-    return [line for line in compare_runs(runs).warnings if "claims" in line]
+    return [line for line in compare_runs(runs).warnings if "estimates" in line]
 
 
 def test_a_claim_that_was_not_kept_is_told_with_both_shares(make_run: MakeRun) -> None:
     lines = _warnings(make_run, executed=1.0, claimed=0.1, metrics=_proof(0.1, 1.0, 0.9))
-    assert lines == [
-        "sparse: claims to need 10.0% of the backward FLOPs at its sites, but 100.0% were executed (counted)"
-    ]
+    assert lines == ["sparse: estimates 10.0% of the dense backward FLOPs at its sites, but 100.0% were counted"]
 
 
 def test_an_excess_that_no_tolerance_would_see_is_told(make_run: MakeRun) -> None:
     lines = _warnings(make_run, executed=0.101, claimed=0.1, metrics=_proof(0.1, 0.102, 0.001))
-    assert lines == [
-        "sparse: claims to need 10.0% of the backward FLOPs at its sites, but 10.2% were executed (counted)"
-    ]
+    assert lines == ["sparse: estimates 10.0% of the dense backward FLOPs at its sites, but 10.2% were counted"]
 
 
 def test_a_claim_that_was_kept_but_for_rounding_is_left_alone(make_run: MakeRun) -> None:
@@ -47,5 +43,5 @@ def test_the_reference_engine_is_named_as_the_reason(make_run: MakeRun) -> None:
 
 def test_a_run_without_a_proof_is_held_against_its_ceiling(make_run: MakeRun) -> None:
     assert _warnings(make_run, executed=1.0, claimed=0.1) == [
-        "sparse: claims to need 10% of the backward FLOPs, but skips nothing (counted)"
+        "sparse: estimates 10% of the dense backward FLOPs, but skips nothing (counted)"
     ]

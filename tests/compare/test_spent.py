@@ -117,9 +117,9 @@ def test_the_limit_is_that_of_all_steps_and_probes_give_the_time_of_a_flop(make_
     per_flop = 0.5 / 0.4
     assert speed.reached == pytest.approx((1 - passes * per_flop) / (1 - passes))
     summary = dict(summary_rows(History.load(runs[1].path), runs[1].read_plan()["recipe"]))
-    how = "FLOPs of all steps, times seconds per FLOP in 2 probes"
-    speed_up = f"about {1 / passes / per_flop:.2f}x as fast as dense (from {how})"
-    assert summary["speed"] == f"{speed_up}; limit {1 / passes:.2f}x if time fell like FLOPs"
+    how = "FLOPs of all steps, and time per FLOP in 2 probes"
+    speed_up = f"about {1 / passes / per_flop:.2f}x as fast as dense (estimated from {how})"
+    assert summary["speed"] == f"{speed_up}; limit {1 / passes:.2f}x, if time falls in proportion to FLOPs"
 
 
 def test_one_measurement_has_no_interval() -> None:

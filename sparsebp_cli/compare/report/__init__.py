@@ -110,7 +110,7 @@ def _basis(comparison: Comparison) -> str:
     direction = f" ({comparison.better} is better)" if comparison.better else ""
     unit = f" in {comparison.unit}" if comparison.unit else ""
     margin = "" if comparison.margin is None else f"; margin {comparison.margin:g}"
-    runs = f"{counted} of {len(comparison.runs)} runs count"
+    runs = f"{counted} of {len(comparison.runs)} runs compared"
     return f"{comparison.metric}{unit}{direction}; {runs}{margin}"
 
 
@@ -214,8 +214,8 @@ def samples_grid(comparison: Comparison) -> Grid:
         if group.group in first
         for sample in first[group.group].samples
     )
-    note = "Of the first run of each group that counts, at its first, middle and last generation on validation. Long "
-    note += "texts are shortened; they are examples and no measurement."
+    note = "Texts of each group's first compared run, at its first, middle and last generation on validation. Long "
+    note += "texts are shortened. These are examples, not a measurement."
     columns = ("group", "step", "prompt", "reference", "generated")
     return Grid("Generated texts", columns, rows, note, aside=len(columns))
 
