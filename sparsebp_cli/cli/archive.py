@@ -23,7 +23,7 @@ from sparsebp_cli.run import History, RunFolder
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
 
-THIN = "Of the study's tuning runs, pack only evaluations and FLOPs (an eighth of the space). Pack other runs whole."
+THIN = "Store only evaluations and FLOPs of tuning runs, about an eighth of their size. Store other runs whole."
 
 
 def archive(

@@ -262,7 +262,7 @@ def _print(
             notes = [f"warning: {text}" for text in found.warnings]
             notes += [f"left out: {run.run_id} ({run.label}): {run.reason}" for run in found.runs if not run.counts]
             if any(control.command for control in found.controls):
-                notes.append("control runs are missing: --all shows their commands")
+                notes.append("control runs are missing: --all shows the commands that train them")
             print_screenful(answer(found), notes, REST)
 
     tell(comparison, output, show)

@@ -7,9 +7,9 @@ EXIT_CODES = {
     1: "a check failed (`doctor`, `targets check`, `study --from`), a condition was met (`compare --fail-if`, `audit "
     "--fail-if-*`), or `audit --write` wrote nothing",
     2: "wrong recipe, policy, data or usage; nothing was started",
-    10: "`judge`: equal within the margin",
-    11: "`judge`: not shown",
-    12: "`judge`: worse",
+    10: "`judge`: candidate and baseline are equal within the margin",
+    11: "`judge`: the candidate was not shown to be better",
+    12: "`judge`: the candidate is worse",
     100: "a run failed (`compare`: no run of a group finished), or the tracking store could not be used",
     101: "a run is not finished, or another process is writing it",
     102: "no run, or more than one, has the given name",

@@ -210,8 +210,8 @@ def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequ
         ordered += [dense, plan] if len(ordered) % 4 == 0 else [plan, dense]
     if len(ordered) == len(plans):
         raise UsageError(
-            "leave out --with-baseline: each recipe is dense already, or these runs already include the same recipe "
-            "with policy dense"
+            "leave out --with-baseline: it adds no run, because each recipe is dense, or these runs already include "
+            "the same recipe with policy dense"
         )
     times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep their order of start
     return [plan.model_copy(update={"created": time}) for plan, time in zip(ordered, times, strict=True)]

@@ -125,7 +125,7 @@ def _print(found: RunFacts, folder: RunFolder, history: History, *, everything: 
     sections: dict[str, object] = {"facts": facts, "machine": (found.environments or [{}])[-1]}
     provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
     if plan["provenance"].get("git_diff"):
-        provenance["git_diff"] = "plan.json has the text of the changes"
+        provenance["git_diff"] = "uncommitted changes; plan.json has their text"
     sections |= {"provenance": provenance, "recipe": plan["recipe"], "folder": str(folder.path)}
     for title, content in sections.items():
         if content:

@@ -38,7 +38,7 @@ FIDELITY = (
     (metric.SIGN_AGREEMENT, "same sign"),
 )
 SHOWN = 20  # characters of a text that the saved model was asked or answered
-BROKEN = "a policy left out less work than it claimed; `show RUN --all` shows the counts"
+BROKEN = "a policy skipped less work than its estimate; `show RUN --all` shows the counts"
 # Rows of the short summary: the first word of a label, and the number of rows beginning with it.
 BRIEF = {"eval": 2, "test": 2, "asked": 1, "training": 1, "cost": 1, "speed": 1, "memory": 1}
 
@@ -123,11 +123,11 @@ def summary_rows(history: History, recipe: dict[str, Any], *, brief: bool = Fals
         yield "memory", text
     executed, dense = (history.last(which.name) for which in (metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE))
     if executed is not None and dense:
-        both = f"{show_count(executed, 'FLOP')} executed, with every gradient (dense) {show_count(dense, 'FLOP')}"
+        both = f"{show_count(executed, 'FLOP')} counted, {show_count(dense, 'FLOP')} in dense training"
         yield "backward", f"{both} ({show_share(executed / dense)}), at the last probe"
     if trials := history.series(metric.PROBING_FLOPS.name):
         when = ", ".join(map(str, trials))
-        yield "trials", f"{show_count(sum(trials.values()), 'FLOP')} of trial passes, before step {when}"
+        yield "trials", f"{show_count(sum(trials.values()), 'FLOP')} in trial passes, before step {when}"
     last = (("proof", _proof(history)), ("fidelity", _fidelity(history)))
     yield from ((label, text) for label, text in last if text)
 
@@ -150,9 +150,9 @@ def _proof(history: History) -> str:
     parts = []
     if claimed is not None and executed is not None:
         parts.append(
-            f"{show_share(executed)} of the work that the policy decides on was executed, {show_share(claimed)} claimed"
+            f"{show_share(executed)} of the dense FLOPs at the policy's sites counted, {show_share(claimed)} estimated"
         )
-        parts += ["the policy skipped less than it claimed"] if _is_broken(history) else []
+        parts += ["the policy skipped less than its estimate"] if _is_broken(history) else []
     moved, share = history.last(metric.MOVED_TENSORS.name), history.last(metric.MOVED_SHARE.name)
     if moved is not None and share is not None:
         parts.append(f"a step changed {moved:.0f} parameters, {show_share(share)} of all entries")
@@ -171,9 +171,9 @@ def _fidelity(history: History) -> str:
         history.median(which.name) for which in (metric.BIAS, metric.BIAS_STANDARD_ERROR, metric.VARIANCE)
     )
     if bias is not None and chance is not None and variance is not None:
-        parts.append(f"bias {bias:.4f} (by chance alone {chance:.4f}), variance {variance:.4f}")
+        parts.append(f"bias {bias:.4f} ({chance:.4f} expected by chance), variance {variance:.4f}")
     if (noise := history.median(metric.NOISE_RATIO.name)) is not None:
-        parts.append(f"squared error {noise:.3g} times SGD's variance")
+        parts.append(f"squared error {noise:.3g} times the variance of dense gradients over batches")
     steps = len(history.series(metric.COSINE.name))
     return ", ".join(parts) + (f" (medians of {steps} steps)" if steps > 1 else "")
 
@@ -229,10 +229,10 @@ def _speed(history: History, recipe: dict[str, Any]) -> str:
     found = find_saving([LoadedRun("", "", 0, "", recipe, 0.0, history, State.FINISHED, steps)])
     parts = []
     if found.speed is not None:
-        how = f"FLOPs of all steps, times seconds per FLOP in {found.probes} probe{'s' * (found.probes > 1)}"
-        parts.append(f"about {found.speed:.2f}x as fast as dense (from {how})")
+        how = f"FLOPs of all steps, and time per FLOP in {found.probes} probe{'s' * (found.probes > 1)}"
+        parts.append(f"about {found.speed:.2f}x as fast as dense (estimated from {how})")
     if found.limit is not None:
-        parts.append(f"limit {found.limit:.2f}x if time fell like FLOPs")
+        parts.append(f"limit {found.limit:.2f}x, if time falls in proportion to FLOPs")
     return "; ".join(parts)
 
 
@@ -244,7 +244,7 @@ def _memory(history: History, *, brief: bool) -> str:
     parts = [] if brief else [(word, history.last(key.name)) for key, word in MEMORY]
     split = ", ".join(f"{word} {show_count(value, 'B')}" for word, value in parts if value is not None)
     if whole is not None:
-        split = f"a step's tensors {show_count(whole, 'B')} at most" + (f" ({split})" if split else "")
+        split = f"tensors of a step: {show_count(whole, 'B')} at most" + (f" ({split})" if split else "")
     if device is not None:
         return f"peak {show_count(device, 'B')}" + (f": {split}" if split else "")
     rest = f"the process {show_count(process, 'B')} with its libraries" if process is not None else ""

@@ -28,7 +28,7 @@ Probing = Annotated[
     typer.Option(
         "--probe",
         help="Also compute the first training step, without an update. Print the cost of this step relative to dense, "
-        "and how much a policy that selects gradients by size could gain at most.",
+        "and the largest possible gain from selecting gradients by size.",
     ),
 ]
 
@@ -200,7 +200,7 @@ def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
     from sparsebp_cli.source import inspect_sources
 
     if not has_own_worker(placed.recipe):
-        return ["model and data: the recipe sets another target.worker, which reads them"]
+        return ["model and data: only the recipe's own target.worker reads them"]
     is_here = placed.recipe.target.kind == HERE
     problems = list(inspect_sources(placed.recipe, list(dict.fromkeys(folders)), is_here=is_here))
     if wrong := [FieldError(found.location, found.text) for found in problems if found.kind == "wrong"]:

@@ -52,7 +52,7 @@ def test_a_sparse_and_a_dense_run_are_trained_tracked_and_compared(
         "step 8/8",
         "kept 10",
         "limit ",
-        "x as fast as dense (from FLOPs of all steps, times seconds per FLOP in ",
+        "x as fast as dense (estimated from FLOPs of all steps, and time per FLOP in ",
         "next: sparsebp compare",
     ):
         assert words in done.stdout

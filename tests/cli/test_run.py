@@ -31,7 +31,7 @@ def test_a_run_shows_steps_and_a_summary_and_ends_with_0(cli: Cli, write_recipe:
     assert done.stdout.startswith(f"fake {run.run_id}: 30 steps")
     assert "step 20/30  loss 3.3333  eval 3.4167  kept 10 %  6,400 tokens/s" in done.stdout
     assert "eval loss  first 4.1000, last 3.1538" in done.stdout
-    said = "about 1.50x as fast as dense (from FLOPs of all steps, times seconds per FLOP in"
+    said = "about 1.50x as fast as dense (estimated from FLOPs of all steps, and time per FLOP in"
     assert said in " ".join(done.stdout.split())
     assert f"next: sparsebp show {run.run_id}" in done.stdout
     assert "\x1b" not in done.stdout

@@ -103,10 +103,10 @@ def test_people_are_shown_the_proof(make_run, call: Cli) -> None:
     assert "*.mlp 2.00 M 50 % 50 % 1.80 k 90 % 50 % 75 %" in words
     assert "again" not in words  # nothing was computed again
     assert (
-        "50 % of the work that the policy decides on was executed, 25 % claimed; the policy skipped "
-        "less than it claimed; a step changed 12" in words
+        "50 % of the dense FLOPs at the policy's sites counted, 25 % estimated; the policy skipped "
+        "less than its estimate; a step changed 12" in words
     )
-    assert "same sign 0.8000, bias 0.3000 (by chance alone 0.2500), variance 0.1250" in words
+    assert "same sign 0.8000, bias 0.3000 (0.2500 expected by chance), variance 0.1250" in words
 
 
 def test_programs_are_given_every_module_and_layer(make_run, call: Cli) -> None:

@@ -34,15 +34,15 @@ COLUMNS = {
 }
 # Without padding and prompts nothing can be skipped exactly, so plain texts get a policy that selects.
 SECOND = {
-    "completion": ("lossless", "policy: lossless", "the same gradient without padding and the head's rows of prompts"),
-    "chat": ("lossless", "policy: lossless", "the same gradient without padding and the head's rows of other turns"),
+    "completion": ("lossless", "policy: lossless", "the same gradient; skips padding and the head at prompt positions"),
+    "chat": ("lossless", "policy: lossless", "the same gradient; skips padding and the head at other turns"),
     "text": (
         "random-rows",
         "policy:\n  - name: random\n    keep: 0.25\n    along: rows",
         "a quarter of the token rows of each gradient, drawn at random",
     ),
-    "classification": ("lossless", "policy: lossless", "the same gradient without padding"),
-    "glue": ("lossless", "policy: lossless", "the same gradient without padding"),
+    "classification": ("lossless", "policy: lossless", "the same gradient; skips padding"),
+    "glue": ("lossless", "policy: lossless", "the same gradient; skips padding"),
 }
 
 
