@@ -107,7 +107,9 @@ def test_a_broken_kind_is_named_where_its_policy_is_refused_and_harms_no_other(
     _install(folder, kind)
     assert find_kinds().kinds == INSTALLED
     policy = importlib.import_module("sparsebp_depth").RandomDepth()
-    with pytest.raises(UnsupportedError, match=r"its class belongs to no installed kind; .* Installed: Grad") as raised:
+    with pytest.raises(
+        UnsupportedError, match=r"its class derives from no installed kind of policy; .* Installed: Grad"
+    ) as raised:
         sbp.attach(nn.Linear(2, 2), policy)
     assert f"'depth' of sparsebp-depth 0.1.0 is broken: {problem}" in str(raised.value)
     sbp.attach(nn.Linear(2, 2), make_policy("dense")).detach()

@@ -21,10 +21,10 @@ class Dense(GradientSelector):
     """Keep everything."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="As the baseline, also with a smaller batch at equal cost.",
+        use="As the baseline. With a smaller batch, as the baseline of equal cost.",
         year=1986,
         work="1",
-        memory="Every linear's input.",
+        memory="The input of every linear layer.",
     )
 
     @property

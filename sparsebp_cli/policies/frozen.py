@@ -34,9 +34,9 @@ class Frozen(ParameterSelector):
         saves=("time", "memory"),
         work="(2 + trained) / 3",
         memory="No inputs and no optimizer state of frozen weights.",
-        claimed="BAdam: trains Llama 3 8B in 23.5 GB. LISA: better than LoRA with equal memory, LLaMA-2 7B to 70B.",
-        measured="Saved bytes match the count exactly (results, measurements).",
-        code="BAdam (Ledzy/BAdam) and LMFlow, Apache-2.0; LMFlow keeps a layer's state after its turn.",
+        claimed="BAdam: Llama 3 8B trains in 23.5 GB. LISA: better than LoRA with equal memory, LLaMA-2 7B to 70B.",
+        measured="The saved bytes equal the estimate (results, measurements).",
+        code="BAdam (Ledzy/BAdam) and LMFlow, Apache-2.0; LMFlow keeps a layer's optimizer state after its turn.",
     )
     # Options of a cache for outputs of frozen layers, and of held learning rates, which 0.5 had.
     former_options: ClassVar[tuple[tuple[str, object], ...]] = (

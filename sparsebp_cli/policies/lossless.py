@@ -20,13 +20,13 @@ class Lossless(BatchPacker):
     """Skip padding, repeated prefixes and positions without a label; the gradient equals the dense one."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="First of all, if batches have padding, prompts without labels, or shared prefixes. It saves nothing if "
-        "batches are packed texts with a label at every position.",
+        use="Try this policy first if batches have padding, prompts without labels, or shared prefixes. It saves "
+        "nothing if batches are packed texts with a label at every position.",
         saves=("time", "memory"),
         work="computed",
-        memory="Only the computed token positions.",
+        memory="Only the token positions that are not skipped.",
         measured="1.28 to 3.05 times as fast on batches with padding, prompts or shared prefixes. Test loss at equal "
-        "cost: 1.33, dense 1.55 (results, measurements; guide, study).",
+        "cost: 1.33; with dense training: 1.55 (results, measurements; guide, study).",
     )
 
     def packs(self, size: PackedSize) -> bool:

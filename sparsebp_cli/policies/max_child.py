@@ -27,7 +27,7 @@ class MaxChild(ChildRouter):
         use="To study which paths gradients take. It saves nothing: each node computes all gradients before one is "
         "chosen.",
         memory="As dense.",
-        measured="Loss after 60 steps: 6.06 to 7.26 with the largest child, 5.15 with a random child, 4.24 dense; "
+        measured="Loss after 60 steps: 6.06 to 7.26 with the largest child, 5.15 with a random child, 4.24 if dense; "
         "one seed (results, measurements).",
     )
 

@@ -58,7 +58,7 @@ class BatchPacker(Policy):
 
     labels: bool = Field(
         True,
-        description="Skip the positions after the last label of an example. In any case, a language-model head "
+        description="Skip the positions after the last label of an example. Even with false, a language-model head "
         "runs only for positions with a label.",
     )
     prefixes: Literal["share", "update", "separate"] = Field(
@@ -76,7 +76,7 @@ class BatchPacker(Policy):
     logits: Literal["tiles", "whole"] = Field(
         "tiles",
         description="tiles: if this needs less memory, run the head and the model's loss on some token positions at a "
-        "time. All logits are computed only when the script reads them. whole: keep all logits.",
+        "time. If the script reads the logits, compute them again for all. whole: keep all logits.",
     )
 
     @property
@@ -128,7 +128,7 @@ BATCH_PACKER = Kind(
             options={"fused_head": (False,)},
         ),
         Rule(
-            "{other} and {policy} in one forward is supported only in mode: exact: set it, or give one of them",
+            "{other} and {policy} in one forward needs mode: exact: set this mode, or give one of them",
             why="Mode detach treats some positions as constants, which it finds by example and position.",
             other={"kind": ("TokenSelector",), "mode": ("detach",)},
         ),

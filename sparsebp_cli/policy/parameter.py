@@ -100,7 +100,7 @@ PARAMETER_SELECTOR = Kind(
             options={"wrapped": ("DDP",)},
         ),
         needs_optimizer(
-            "SparseBP changes the set after each optimizer step, which still needs the old gradients",
+            "SparseBP changes the set only after each optimizer step, which needs the old gradients",
             what=_TURNING,
             facts=_TURNS,
         ),

@@ -48,7 +48,7 @@ class EdgeRouter(Policy):
     )
     lookahead: bool = Field(
         False,
-        description="Whether to run a dense backward before each backward, to count decisions that exclude the "
+        description="true: before each backward, run a dense one, and count how often the policy misses the "
         "parameter with the largest gradient.",
     )
     norm: Literal["l1", "l1_mean", "l2"] = Field(
@@ -96,7 +96,7 @@ class EdgeRouter(Policy):
 EDGE_ROUTER = Kind(
     EdgeRouter,
     asked="The policy needs `backward.sites: nodes`. Exact only if the backward follows every edge; never unbiased, "
-    "because no weights replace the other edges. FLOPs are counted only during the run.\n",
+    "because no weights replace the other edges. Only a run shows the FLOPs, by counting.\n",
     suite="sparsebp_cli.testing.router:check_router",
     at_sites=True,
     adapter="sparsebp_cli.backward.node.site:make_adapter",

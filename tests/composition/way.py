@@ -145,10 +145,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
 
 def _find_skipping_refusal(first: Way, second: Way) -> str:
     if second.question == "segments":
-        return (
-            f"{_class_of(first)} with segments=2 is not supported: segments first run the layers "
-            "without gradients, with all blocks"
-        )
+        return f"{_class_of(first)} with segments=2 is not supported: segments first run all blocks, without gradients"
     return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
 
 
@@ -225,9 +222,9 @@ def _find_other_refusal(first: Way, second: Way) -> str:
 
 def _find_packing_refusal(first: Way, second: Way) -> str:
     other = first if second.question == "BatchPacker" else second
-    both = f"{_class_of(first)} and {_class_of(second)} in one forward is"
+    both = f"{_class_of(first)} and {_class_of(second)} in one forward"
     if other.question != "TokenSelector":
-        return f"{both} not supported: give one of them"
+        return f"{both} is not supported: give one of them"
     if other.policy["mode"] == "exact":
         return ""
-    return f"{both} supported only in mode: exact: set it, or give one of them"
+    return f"{both} needs mode: exact: set this mode, or give one of them"

@@ -123,7 +123,7 @@ def test_a_kind_that_the_engine_does_not_carry_out_is_refused(install: Install, 
     assert find_policies()["never"].kind == "Dropper"
     line = refuse(SMALL + "policy: [half, never]")
     assert line.startswith(
-        "r.yaml:5:16: policy.1.name: 'never': its class belongs to no installed kind; a package adds kinds "
+        "r.yaml:5:16: policy.1.name: 'never': its class derives from no installed kind of policy; a package adds kinds "
     )
 
 

@@ -138,7 +138,7 @@ def test_a_recipe_without_a_policy_that_keeps_its_matrix_is_refused(tmp_path: An
         "policy: [{name: compact}]\ntraining: {optim: compact}\n"
     )
     with pytest.raises(
-        RecipeError, match=r"training.optim: compact keeps moments in the projection .* option interval"
+        RecipeError, match=r"training.optim: compact keeps moments of projected gradients: .* option interval"
     ):
         load_recipe(file)
 

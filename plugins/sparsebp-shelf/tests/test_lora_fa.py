@@ -141,7 +141,7 @@ def test_no_adapters_other_adapters_and_trained_first_factors_are_refused() -> N
     [
         (
             "policy: [{name: frozen, freeze: ['*lora_A*']}]",
-            "lora-fa updates .* each low-rank adapter: needs model.lora",
+            "lora-fa trains .* low-rank adapters: it needs model.lora",
         ),
         ("model: {name: austen-llama, lora: {r: 2}}", "lora-fa needs the initial first factor .* of each adapter"),
     ],

@@ -88,8 +88,8 @@ def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule,
                     "fused_head",
                     (True,),
                     {**chooses, "fits_head": (False,)},
-                    "trl's fused head, whose loss uses all labels; supported: policies that choose examples without a "
-                    "score. A trl trainer leaves this head on the model: before your own loop, run `del model.forward`",
+                    "trl's fused head, whose loss uses all labels; use a policy that chooses examples without a score. "
+                    "A trl trainer leaves this head on the model: before your own loop, run `del model.forward`",
                 ),
                 (
                     "torch_compile",

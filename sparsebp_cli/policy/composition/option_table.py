@@ -116,13 +116,13 @@ OPTIONS = (
     ),
     Rule(
         "{optim} is not supported with {sharding}; use {sharding:none}",
-        why="Its state exists before the weights are sharded, does not have the shape of its parameter, or the "
-        "optimizer does not declare that it can be sharded.",
+        why="The optimizer creates its state before the weights are sharded, its state does not have the shape of the "
+        "parameter, or it does not declare that it can be sharded.",
         options={"optim_is_sharded": (False,), "sharding": ("fsdp2",)},
         blame="optim",
     ),
     Rule(
-        "{optim} updates the second factor of each low-rank adapter: needs model.lora, got null",
+        "{optim} trains the second factor (lora_B) of low-rank adapters: it needs model.lora, got null",
         options={"optim_of_adapters": (True,), "lora": ABSENT},
         blame="optim",
     ),
@@ -133,8 +133,8 @@ OPTIONS = (
         blame="optim",
     ),
     Rule(
-        "{optim} keeps moments in the projection of a policy: also give a policy that projects features, and set its "
-        "option interval",
+        "{optim} keeps moments of projected gradients: also give a policy that projects features, and set its option "
+        "interval",
         options={"optim_of_projections": (True,), "keeps_projections": (False,)},
         blame="optim",
     ),

@@ -42,8 +42,8 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
     broken = f"; {'; '.join(known.problems)}" if known.problems else ""
     return (
         Rule(
-            "{policy}: its class belongs to no installed kind; a package adds kinds by the entry-point group "
-            "sparsebp.kinds. Installed: "
+            "{policy}: its class derives from no installed kind of policy; a package adds kinds by the entry-point "
+            "group sparsebp.kinds. Installed: "
             + ", ".join(kind.name for kind in known.kinds)
             + broken.replace("{", "{{").replace("}", "}}"),
             policy={"kind": ("",)},
