@@ -44,7 +44,7 @@ NO_BLANK = (
 )
 KINDS = {
     "prompt": FaultKind(
-        "prompts become other tokens in generation than in training (first: {first}, which ends in {shown!r})",
+        "prompts are tokenised differently in generation than in training (first: {first}, which ends in {shown!r})",
         TOKEN_BORDER,
     ),
     "end": FaultKind(

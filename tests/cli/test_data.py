@@ -94,7 +94,7 @@ def test_validate_names_prompts_that_a_model_is_sent_in_other_tokens(cli: Cli, r
     (recipe.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = cli("validate", recipe, real=True)
     assert done.returncode == 0, done.stderr
-    assert "prompts become other tokens in generation than in training (first: " in done.stdout
+    assert "prompts are tokenised differently in generation than in training (first: " in done.stdout
 
 
 def test_a_run_keeps_the_census_and_show_prints_it(

@@ -44,7 +44,7 @@ def test_the_template_that_init_writes_asks_in_the_tokens_of_training(tmp_path: 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
 def test_a_generation_prompt_that_ends_in_a_blank_is_refused_with_the_cure(tmp_path: Path, train_on: str) -> None:
     template = fill("folder/chat.jinja").replace("':\\n'", "': '").replace("'assistant:\\n'", "'assistant: '")
-    with pytest.raises(DataError, match=r"4 of 4 prompts become other tokens in generation than in training"):
+    with pytest.raises(DataError, match=r"4 of 4 prompts are tokenised differently in generation than in training"):
         _chats(tmp_path, template, train_on=train_on)
     with pytest.raises(DataError, match=r"which ends in '.*assistant: '\): move the blank at the end"):
         _chats(tmp_path, template, train_on=train_on)
@@ -56,9 +56,11 @@ def test_most_prompts_with_a_blank_at_their_end_are_refused_and_few_are_named(tm
     with pytest.raises(DataError, match=r"rows\.jsonl, line \d+, which ends in '.*: '"):
         _build(tmp_path, bad, format="completion")
     data = _build(tmp_path, [*good, *good, bad[0]], format="completion", eval_split="train")
-    warned = [text for level, text in find_warnings(data.census) if level == "warning" and "other tokens" in text]
+    warned = [
+        text for level, text in find_warnings(data.census) if level == "warning" and "tokenised differently" in text
+    ]
     assert len(warned) == 2
-    assert any("data: validation: 1 of 13 prompts become other tokens" in text for text in warned)
+    assert any("data: validation: 1 of 13 prompts are tokenised differently" in text for text in warned)
 
 
 def test_a_row_without_an_answer_to_ask_for_is_not_compared(tmp_path: Path) -> None:

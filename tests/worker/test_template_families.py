@@ -150,7 +150,9 @@ def test_a_prompt_is_the_beginning_of_its_training_example(family: str, kind: st
 def test_line_breaks_that_a_tokenizer_divides_in_training_alone_are_refused_by_name() -> None:
     kind = "byte-level BPE of GPT-2"
     rows, found, section = make("Llama 3", kind, "chat")
-    with pytest.raises(DataError, match=r"6 of 6 prompts become other tokens .* at the end of a token, such as after"):
+    with pytest.raises(
+        DataError, match=r"6 of 6 prompts are tokenised differently .* at the end of a token, such as after"
+    ):
         check_texts(rows, found, section, make_tokenizer(kind, "Llama 3"))
 
 
@@ -167,7 +169,9 @@ def test_prompts_of_texts_are_asked_in_the_tokens_of_training_or_refused(kind: s
         found = encode(rows, section, tokenizer)
         if unlike > len(texts) / 2:
             refused.append(border)
-            with pytest.raises(DataError, match=rf"{unlike} of 6 prompts become other tokens .*move the blank at the"):
+            with pytest.raises(
+                DataError, match=rf"{unlike} of 6 prompts are tokenised differently .*move the blank at the"
+            ):
                 check_texts(rows, found, section, tokenizer)
         else:
             counted = check_texts(rows, found, section, tokenizer)["faults"]
