@@ -84,7 +84,7 @@ class DockerEngine(TargetEngine):
         found = self._tool.read_json(answer)
         if found["State"]["Status"] in {"created", "configured", "initialized"}:
             if found["Config"]["Labels"].get("sparsebp.start") != self._token and _age(found) < HALF_MADE_SECONDS:
-                raise RunBusyError(f"run {run.run_id}: another remote runner is starting it on {self._place}")
+                raise RunBusyError(f"another command is starting run {run.run_id} on {self._place}: wait until it ends")
             self._run("rm", "--force", "--volumes", name)
             return None
         # Add the engine's id: a container counts as gone only on the engine that had it. See decision 9.

@@ -196,7 +196,7 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
         if in_doubt:  # it ended between its request to the target and the answer
             raise UnreachableError(
                 f"the process that starts the run ended: {problem}; the run may still train: `sparsebp resume "
-                f"{' '.join(in_doubt)}` checks this and continues it"
+                f"{' '.join(in_doubt)}` finds out, and continues the run"
             )
         raise RunFailedError(f"the run could not be started: {problem}")
 

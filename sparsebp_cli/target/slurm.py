@@ -55,8 +55,8 @@ REASONS = {
     "TIMEOUT": "the time limit of the job was reached: see target.timeout_min",
 }
 IDLE = (
-    f"Slurm warned the job {MOST_RESTARTS + 1} times in a row before it wrote a new checkpoint, so it is not "
-    "requeued: give it a longer time limit (target.timeout_min), or lower target.warning_seconds"
+    f"{MOST_RESTARTS + 1} times in a row, Slurm's time limit came before a new checkpoint, so the job is not requeued: "
+    "raise the limit (target.timeout_min), or lower target.warning_seconds"
 )
 # Exit codes of the shell lines: another remote runner has the run; sbatch may still be at work; its answer has no
 # number.

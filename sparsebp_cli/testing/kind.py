@@ -176,7 +176,7 @@ def _check_refusals(kind: Kind, policy: Policy) -> None:
             {name: _pick(wanted) for name, wanted in rule.options.items()},
         )
         texts = [refusal.text for refusal in find_refusals(setup) if _is_same(refusal.rule, rule)]
-        require(bool(texts), f"{kind.name}: a limit refuses no combination: {rule.text!r}")
+        require(bool(texts), f"{kind.name}: this limit refuses no policy and no option: {rule.text!r}")
         named = label in texts[0] and "\n" not in texts[0] and (not others or "Other" in texts[0])
         require(named, f"{kind.name}: the error of a limit does not name the policies that it refuses: {texts[0]!r}")
 
@@ -199,7 +199,7 @@ def _check_training(policy: Policy, trial: _Trial, dense: list[Tensor]) -> None:
     require(equal(first, trial.train(policy, resumes=True)), f"{name}: a resumed training ends with different weights")
     apart = _measure_distance(first, dense, trial)
     if policy.exact:
-        require(apart <= EXACT, f"{name}: declares exact, but differs from dense by {apart:.1e} of what dense changes")
+        require(apart <= EXACT, f"{name}: declares exact, but differs from dense by {apart:.1e} of dense's own change")
     elif apart <= EXACT:
         # Each step may be dense by chance. Try so many steps that a policy with one sparse step in OFTEN shows one.
         num_seeds = ceil(enough(1 / OFTEN) / NUM_STEPS)

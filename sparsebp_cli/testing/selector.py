@@ -107,7 +107,7 @@ def _check_two_to_four(name: str, selection: TwoToFour) -> None:
     whole = mask.shape[1] // 4 * 4
     groups = mask[:, :whole].reshape(-1, 4).sum(1)
     pattern = mask.dtype == torch.bool and bool((groups == 2).all()) and bool(mask[:, whole:].all())
-    require(pattern, f"{name}: mask_NO must keep two of every four features, and a shorter rest whole")
+    require(pattern, f"{name}: mask_NO must keep two of every four features, and all of a shorter rest")
 
 
 def _check_groups(name: str, selection: Groups) -> None:
@@ -117,7 +117,7 @@ def _check_groups(name: str, selection: Groups) -> None:
     counts = weight[:, :whole].reshape(-1, group).count_nonzero(1)
     rest = weight[:, whole:]
     pattern = bool((counts == kept).all()) and bool((rest.count_nonzero(1) == min(kept, rest.shape[1])).all())
-    require(pattern, f"{name}: weight_NO must keep {kept} of every {group} neighbours, or all where there are fewer")
+    require(pattern, f"{name}: weight_NO must keep {kept} of every {group} neighbours, or all of a group with fewer")
 
 
 def _check_examples(name: str, rows: Rows, grad_NO: Tensor) -> None:
@@ -126,7 +126,7 @@ def _check_examples(name: str, rows: Rows, grad_NO: Tensor) -> None:
     if good and examples > 1:
         example_BK = rows.index_K.view(examples, -1) // (grad_NO.shape[0] // examples)
         good = bool((example_BK == torch.arange(examples)[:, None]).all())
-    require(good, f"{name}: num_examples must be 1 or B, with as many rows of each example, example after example")
+    require(good, f"{name}: num_examples must be 1, or B with equally many rows of each example, in their order")
 
 
 def _check_budget(policy: GradientSelector) -> None:

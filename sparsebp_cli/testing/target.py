@@ -75,7 +75,7 @@ class _Suite:
 def _check_findings(suite: _Suite) -> None:
     findings = list(suite.target.check())
     bad = [f"{finding.what}: {finding.text}" for finding in findings if finding.level == "fail"]
-    _require(bool(findings) and not bad, f"check() finds that it can be used: {', '.join(bad) or 'nothing found'}")
+    _require(bool(findings) and not bad, f"check() finds the target usable: {', '.join(bad) or 'no finding'}")
 
 
 def _check_command(suite: _Suite) -> None:
@@ -101,7 +101,7 @@ def _check_finish(suite: _Suite) -> None:
     _require(suite.target.reattach(run).status() is State.FINISHED, "reattach() knows a run that is over")
     _require(job.cancel() is State.FINISHED and not run.cancel_file.exists(), "cancel() leaves a finished run alone")
     if isinstance(suite.target, RemoteTarget):
-        _require(suite.target.engine.find(run) is None, "nothing is left behind")
+        _require(suite.target.engine.find(run) is None, "the engine keeps nothing of a fetched run")
 
 
 def _check_stop(suite: _Suite) -> None:
@@ -124,7 +124,7 @@ def _check_stop(suite: _Suite) -> None:
     _require(ends == ["interrupted", "interrupted", "cancelled"], f"cancel() leaves a checkpoint and one end: {ends}")
     _require(suite.target.reattach(run).cancel() is State.CANCELLED, "cancelling twice changes nothing")
     printed = [line for line in again.logs() if line.startswith("test worker: slow from step")]
-    _require(len(printed) in {0, 2}, f"the output of both attempts is kept once: {printed}")
+    _require(len(printed) in {0, 2}, f"logs() has the output of each attempt once: {printed}")
 
 
 def _check_fence(suite: _Suite, run: RunFolder) -> None:

@@ -31,7 +31,7 @@ class Allowance:
         """The limit that is reached, in one line; empty if none is."""
         # A sum that should reach the limit may end one rounding error below it.
         if self.max_flops is not None and self.flops >= self.max_flops * (1.0 - 1e-9):
-            return f"training.max_flops: {self.max_flops:g} is reached, with {self.flops:.5g} FLOPs"
+            return f"training.max_flops: {self.flops:.5g} of {self.max_flops:g} FLOPs are used"
         return ""
 
     def state_dict(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ class BestEvaluation:
         if self.patience is None or self.metric is None or self.since < self.patience:
             return ""
         return (
-            f"training.early_stopping_patience: {self.patience} evaluations in a row are not better than "
+            f"training.early_stopping_patience: {self.patience} evaluations in a row did not improve on "
             f"{self.metric.name} {self.value:.6g} of step {self.step}"
         )
 

@@ -55,8 +55,8 @@ from sparsebp_cli.worker.snapshot import SEED_STEP
 from sparsebp_cli.worker.trial_step import NO_DENSE, freezes_parameters
 
 NO_PROBE = (
-    "target.sharding: fsdp2 runs without probes (measure.probe_every): the probe cannot distinguish weights gathered "
-    "for a layer from tensors saved for the backward"
+    "target.sharding: with fsdp2, the run makes no probes (measure.probe_every), because a probe cannot distinguish "
+    "weights gathered for a layer from tensors saved for the backward"
 )
 
 

@@ -41,4 +41,4 @@ def describe_graphs() -> str:
     count = counters["stats"]["unique_graphs"]
     graphs = "one graph" if count == 1 else f"{count} graphs"
     breaks = "; ".join(reason.splitlines()[0] for reason in list(counters["graph_break"])[:2])
-    return f"training.compile: torch.compile made {graphs} of the model" + (f" ({breaks})" if breaks else "")
+    return f"training.compile: torch.compile compiled the model into {graphs}" + (f" ({breaks})" if breaks else "")

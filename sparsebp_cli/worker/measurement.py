@@ -214,8 +214,8 @@ def _overclaim_message(overclaim: Overclaim, step: int, num_sites: int) -> str:
     if overclaim.sites:
         where = f", at {len(overclaim.sites)} of {num_sites} sites, most at {overclaim.sites[0]}"
     return (
-        f"the policy claims to need {overclaim.claimed_share:.1%} of the backward FLOPs at its sites, but "
-        f"{overclaim.executed_share:.1%} were executed (counted at step {step}{where})"
+        f"the policy estimates {overclaim.claimed_share:.1%} of the dense backward FLOPs at its sites, but "
+        f"{overclaim.executed_share:.1%} were counted (step {step}{where})"
     )
 
 

@@ -82,7 +82,7 @@ class ReloadedOutputs:
             return {"checked": False, "reason": f"loading {size / 1e9:.1f} GB again needs more memory than is free"}
         if not difference <= self.tolerance:
             raise RunFailedError(
-                f"the saved model is not the trained one: after loading, its outputs differ by a relative error of "
+                f"the saved model differs from the trained one: after loading, its outputs have a relative error of "
                 f"{difference:.2g}, allowed {self.tolerance:g}; the files stay in {folder}"
             )
         stride = -(-self.logits_NO.numel() // STORED)

@@ -45,8 +45,8 @@ class RelativeCost:
         if self.share is None and abs(self.cost_ratio - 1.0) < 0.005:
             return ""
         text = (
-            f"forward and backward of the first step take {self.cost_ratio:.2f} of the FLOPs of a dense step, and "
-            f"{self.seconds_ratio:.2f} of its time (measured alternately)"
+            f"forward and backward of the first step take {self.cost_ratio:.2f} times the FLOPs of dense training, and "
+            f"{self.seconds_ratio:.2f} times its time (measured in turn)"
         )
         if self.share is None or self.share >= 1.0:
             return text

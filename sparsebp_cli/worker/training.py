@@ -130,7 +130,7 @@ class Training(Restorable):
         if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
             raise UnsupportedError("max_flops needs probes to count FLOPs, and this run cannot make any: use max_steps")
         if self.plan.recipe.checkpoint.keep_best is not None and self._trains_frozen():
-            text = "checkpoint.keep_best does not work with policies that train parts of frozen weights"
+            text = "checkpoint.keep_best does not work with policies that train parts of frozen weights: leave it out"
             raise UnsupportedError(text)
         if self.plan.recipe.measure.generate is not None:
             self.generator = self._make_generator(self.plan.recipe.measure.generate)
@@ -225,7 +225,7 @@ class Training(Restorable):
         if not number or last is None or not self.allowance.limits_work:
             return ""
         cost = number * (1.0 + last.policy / last.dense)
-        return f" (not counted: {number} comparisons with the plain step, which cost about {cost:.3g} dense steps)"
+        return f" (not counted: {number} comparisons with the ordinary step, which cost about {cost:.3g} dense steps)"
 
     @property
     def _first_batch(self) -> int:

@@ -121,8 +121,8 @@ class TrialStep:
 
 
 NO_DENSE = (
-    "target.processes: processes do not sum gradients of parameters that a policy freezes, so no dense gradient is "
-    "known: the run makes no probes and no fidelity comparisons (measure.probe_every, measure.fidelity_every)"
+    "target.processes: processes do not sum the gradients of parameters that a policy freezes. So the run cannot "
+    "compare with dense: no probes, no fidelity comparisons (measure.probe_every, measure.fidelity_every)"
 )
 
 

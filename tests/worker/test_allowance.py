@@ -29,7 +29,7 @@ def test_work_is_the_sum_of_all_steps_also_after_a_resume() -> None:
     resumed.spend(None)  # nothing was counted
     assert not resumed.exceeded
     resumed.spend(2e8)
-    assert resumed.exceeded == "training.max_flops: 1e+09 is reached, with 1.1e+09 FLOPs"
+    assert resumed.exceeded == "training.max_flops: 1.1e+09 of 1e+09 FLOPs are used"
 
 
 def test_a_checkpoint_of_an_earlier_release_has_more_than_the_flops() -> None:

@@ -44,7 +44,7 @@ def test_a_compiled_run_is_one_graph_and_resumes_with_the_losses_of_an_eager_one
     recipe = tiny_recipe(training=training, checkpoint={"every": 2, "stop_at": 2}, policy=ROWS)
     run = _run(recipe, prepared)
     notes = [text for _, _, text in History.load(run.path).notes]
-    assert "training.compile: torch.compile made one graph of the model" in notes
+    assert "training.compile: torch.compile compiled the model into one graph" in notes
     torch._dynamo.reset()  # as in another process
     whole = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"stop_at": None})})
     run.plan_file.write_text(Plan.load(run.plan_file).model_copy(update={"recipe": whole}).model_dump_json())

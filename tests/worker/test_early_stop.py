@@ -32,7 +32,7 @@ def test_a_run_ends_after_so_many_evaluations_that_are_no_better(tiny_recipe, pr
     last, best = max(losses), min((step for step in losses if step), key=lambda step: losses[step])
     assert last == best + 6 < 300
     assert (run.path / "best" / "model.safetensors").exists()
-    assert any("2 evaluations in a row are not better" in text for _, _, text in history.notes)
+    assert any("2 evaluations in a row did not improve" in text for _, _, text in history.notes)
     # What a last step measures is there: the loss of each example.
     assert history.examples[last]["loss"]
     # Stopped before its end and resumed, it ends at the same step.

@@ -180,7 +180,7 @@ def test_two_processes_with_frozen_parameters_train_as_one_does(make_recipe, tmp
         for name in ("train/loss", "train/grad_norm", "eval/loss"):
             assert found.series(name) == pytest.approx(expected.series(name), rel=RELATIVE), name
         assert found.facts["num_trainable_parameters"] == expected.facts["num_trainable_parameters"]
-        assert "makes no probes and no fidelity" in str(found.notes)
+        assert "no probes, no fidelity" in str(found.notes)
         ours, theirs = weights_of(run), weights_of(one)
         for key, tensor in theirs.items():
             torch.testing.assert_close(ours[key], tensor, rtol=0, atol=ABSOLUTE)

@@ -193,8 +193,8 @@ def test_the_claim_of_a_site_without_a_kernel_is_called_out_once(measured) -> No
     warnings = [text for _, level, text in history.notes if level == "warning"]
     assert len(warnings) == 1
     assert warnings[0].startswith(
-        "the policy claims to need 0.4% of the backward FLOPs at its sites, but 100.0% were executed "
-        "(counted at step 2, at 15 of 15 sites, most at "
+        "the policy estimates 0.4% of the dense backward FLOPs at its sites, but 100.0% were counted "
+        "(step 2, at 15 of 15 sites, most at "
     )
     fact = history.facts["overclaim"]
     assert (fact["step"], fact["num_sites"], fact["executed_share"], fact["by_choice"]) == (2, 15, 1.0, False)
@@ -210,7 +210,7 @@ def test_what_the_engine_notes_is_in_the_journal_once(measured) -> None:
 
 def test_the_reference_engine_is_no_lie(measured) -> None:
     _, history = measured({"name": "topk", "keep": 0.25}, backward={"execution": "reference"})
-    levels = [(level, text) for _, level, text in history.notes if "claims" in text]
+    levels = [(level, text) for _, level, text in history.notes if "the policy estimates" in text]
     assert [level for level, _ in levels] == ["info"]
     assert levels[0][1].endswith("this is expected, because backward.execution: reference computes every product")
     assert history.facts["overclaim"]["by_choice"] is True

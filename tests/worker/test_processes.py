@@ -207,7 +207,7 @@ def test_sharded_weights_take_half_the_memory_and_no_probe_and_say_so(trained) -
     for metric in ("memory/weight_bytes", "memory/optimizer_bytes"):
         assert two.last(metric) == pytest.approx(one.last(metric) / 2, rel=0.01)
     assert two.last("flops/forward") is None
-    assert [text for _, _, text in two.notes if "runs without probes" in text]
+    assert [text for _, _, text in two.notes if "the run makes no probes" in text]
 
 
 def test_bfloat16_is_the_same_sharded_or_not(trained) -> None:

@@ -93,13 +93,13 @@ def test_a_folder_that_gives_other_outputs_takes_the_place_of_none(
     model, tokenizer = make_adapted(tmp_path, tiny_folder)
     outputs = ReloadedOutputs.of(model, make_batch(len(tokenizer)))
     monkeypatch.setattr("sparsebp_cli.worker.adapter.merge", lambda model: model.merge_and_unload())  # as peft does
-    with pytest.raises(RunFailedError, match=r"the saved model is not the trained one: .* the files stay in"):
+    with pytest.raises(RunFailedError, match=r"the saved model differs from the trained one: .* the files stay in"):
         save_model(model, tokenizer, run, outputs=outputs)
     assert [file.name for file in (run.path / "model").iterdir()] == ["before"]
     assert (run.path / f"{durable.PART}model" / "model.safetensors").is_file()
     model, tokenizer = make_adapted(tmp_path / "again", tiny_folder)
     (tmp_path / "out").mkdir()
-    with pytest.raises(RunFailedError, match="the saved model is not the trained one"):
+    with pytest.raises(RunFailedError, match="the saved model differs from the trained one"):
         write_whole(model, tokenizer, tmp_path / "out")
 
 

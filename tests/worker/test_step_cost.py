@@ -18,14 +18,14 @@ def test_what_a_kept_token_must_be_worth(keep: float, worth: float) -> None:
     ratio = (1 + 2 * keep) / 3
     found = RelativeCost(ratio, ratio, "targets", keep)
     assert found.unit_worth == pytest.approx(worth)
-    assert f"the first step take {ratio:.2f} of the FLOPs of a dense step" in found.describe()
+    assert f"the first step take {ratio:.2f} times the FLOPs of dense training" in found.describe()
     assert f"keeps {keep:.0%} of the targets. `sparsebp worth RECIPE` estimates whether" in found.describe()
 
 
 def test_nothing_is_said_of_a_choice_that_is_not_made() -> None:
     dense, frozen = RelativeCost(1.0, 1.1), RelativeCost(0.7, 0.8)
     assert (dense.unit_worth, dense.describe()) == (None, "")
-    assert frozen.describe().endswith("0.80 of its time (measured alternately)")
+    assert frozen.describe().endswith("0.80 times its time (measured in turn)")
 
 
 @pytest.mark.parametrize(
