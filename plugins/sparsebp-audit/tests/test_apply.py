@@ -147,7 +147,7 @@ def test_a_script_whose_loss_reads_padding_keeps_the_plain_step(script: Path, pl
     done = run_audit("--apply", "-o", "json", "--", sys.executable, script, "padding")
     applied = _report(done).applied
     assert applied is not None
-    assert applied.headline == "not applied: the loss of the script reads positions of padding"
+    assert applied.headline == "not applied: the script's loss reads padding positions"
     assert (applied.packed_steps, applied.refused_at) == (0, 0)
     assert _losses(done.stderr, "padding") == pytest.approx(_losses(plain, "padding"), rel=1e-5)
 

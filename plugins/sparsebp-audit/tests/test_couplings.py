@@ -153,7 +153,7 @@ def test_a_loss_that_passes_the_outputs_by_is_not_judged() -> None:
         "loss": _fused(model, input_ids),
     }
     report = judge(model, lambda output, _: output["loss"])
-    assert "not through the model's outputs" in report.unread_losses
+    assert "not only the model's outputs" in report.unread_losses
     assert report.headline.endswith("the loss was not judged")
 
 

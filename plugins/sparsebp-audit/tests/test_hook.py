@@ -39,7 +39,7 @@ def test_a_hook_that_looks_at_every_gradient_is_found_with_its_visits() -> None:
 
     finding = _run(register).finding("scanning-hooks")
     assert finding is not None
-    assert finding.detail.endswith("scan: 12 hooks, 12 calls a step, each goes through 12 parameters")
+    assert finding.detail.endswith("scan: 12 hooks, 12 calls a step, each call visits 12 parameters")
 
 
 def test_a_hook_that_goes_through_the_names_of_all_parameters_is_found() -> None:
@@ -53,7 +53,7 @@ def test_a_hook_that_goes_through_the_names_of_all_parameters_is_found() -> None
 
     finding = _run(register).finding("scanning-hooks")
     assert finding is not None
-    assert "12 calls a step, each goes through 12 parameters" in finding.detail
+    assert "12 calls a step, each call visits 12 parameters" in finding.detail
 
 
 def test_a_hook_that_looks_at_its_own_parameter_is_no_waste() -> None:

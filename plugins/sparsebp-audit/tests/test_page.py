@@ -105,7 +105,7 @@ def test_an_audit_fits_one_screen_and_begins_with_the_verdict(
         print_audit(replace(report, findings=report.findings[place : place + 1]))
         text = " ".join(capsys.readouterr().out.split())
         assert f"to do: {report.findings[place].advice}" in text
-        assert ("(not exactly: what is used would change)" in text) is not report.findings[place].exact
+        assert ("(this would change results)" in text) is not report.findings[place].exact
 
 
 @pytest.mark.browser

@@ -95,7 +95,7 @@ def test_gradients_that_are_cleared_before_a_step_are_found() -> None:
     finding = report.finding("discarded")
     assert finding is not None
     assert finding.flops == report.backward_flops / 2
-    assert finding.detail.startswith("of 2 of 4 backward passes")
+    assert finding.detail.startswith("in 2 of 4 backward passes")
 
 
 def test_parameters_that_are_updated_inside_the_backward_use_their_gradients() -> None:

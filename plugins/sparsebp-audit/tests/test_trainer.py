@@ -97,7 +97,7 @@ def test_masks_padding_and_frozen_layers_are_found_with_the_numbers_of_theory(tm
     assert report.wasted_flops_share == pytest.approx(
         sum(finding.flops for finding in report.findings) / report.step_flops
     )
-    assert any("through attention, so their work is needed" in note for note in report.notes)
+    assert any("through attention, so the work for these rows is needed" in note for note in report.notes)
 
 
 def test_a_clean_run_has_no_waste(tmp_path: Path) -> None:

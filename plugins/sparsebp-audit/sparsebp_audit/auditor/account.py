@@ -161,10 +161,10 @@ def _detail(session: Session, kind: str, waste: Waste, names: list[str], num_mod
         return f"{ledger.padded / ledger.positions:.1%} of the positions are padding, and their gradient is zero"
     if kind == "discarded":
         lost = sum(one.discarded != 0 for one in ledger.passes)
-        return f"of {lost} of {len(ledger.passes)} backward passes; {where}"
+        return f"in {lost} of {len(ledger.passes)} backward passes; {where}"
     others = {
         "shared-prefix": f"{ledger.shared:,} of {ledger.real:,} positions are in a prefix of an earlier example",
-        "zero-rows": f"{waste.body_share:.1%} of the rows below the head are zero, padding included; {where}",
+        "zero-rows": f"{waste.body_share:.1%} of the gradient rows below the head are zero, padding included; {where}",
     }
     return others.get(kind, where)
 
@@ -205,7 +205,7 @@ def _find_scanning_hooks(session: Session, steps: int) -> list[Finding]:
 def _describe_hook(count: HookCount, steps: int) -> str:
     return (
         f"{count.name}: {count.hooks} hooks, {count.calls / steps:.0f} calls a step, "
-        f"each goes through {count.visits / count.calls:.0f} parameters"
+        f"each call visits {count.visits / count.calls:.0f} parameters"
     )
 
 
@@ -217,10 +217,10 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
     if min(ignored, body - (1.0 - ignored)) > MANY_IGNORED:
         yield (
             f"{ignored:.1%} of the labels are ignored, but {body:.1%} of the rows below the head get a gradient "
-            "through attention, so their work is needed"
+            "through attention, so the work for these rows is needed"
         )
     if not verdict.is_judged:
-        yield "fewer than two optimizer steps were seen: whether parameters move was not judged"
+        yield "the audit saw fewer than two optimizer steps, so it did not judge whether parameters change"
     if session.modules.has_compiled:
         yield "the audit switched torch.compile off: compiled code may compute and save less"
     if ledger.passes and not ledger.visited:
@@ -237,7 +237,7 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
     for name, rows in ledger.ended.items():
         if rows.ended > MANY_ENDED * rows.all:
             yield (
-                f"{name} ends {rows.ended / rows.all:.1%} of the rows of its gradient: the gradient of its input is "
+                f"{name} stops the gradient in {rows.ended / rows.all:.1%} of its rows: the gradient of its input is "
                 "zero there, so the layers below learn nothing from these rows"
             )
     if verdict.without_gradient:

@@ -54,7 +54,7 @@ class Referee:
         name = next((name for name in (*ORDER, *wide) if name in wide), None)
         if name is None:
             self._loss.unread = (
-                "the model's output has a loss, but no values per position from which the model computed it"
+                "the model returns a loss, but not the values per position from which it computed the loss"
             )
             return
         balancing = output.get("aux_loss") if isinstance(output, Mapping) else None

@@ -40,8 +40,8 @@ READS_LOGITS = (
     "the script reads logits besides the loss, but packing computes them at trained positions only: if these are "
     "enough, attach lossless in the script"
 )
-READS_PADDING = "the loss of the script reads positions of padding"
-READS_TUPLE = "the script takes the model's output as a tuple"
+READS_PADDING = "the script's loss reads padding positions"
+READS_TUPLE = "the script unpacks the model's output as a tuple"
 
 
 class ScriptPacking:

@@ -81,8 +81,8 @@ class LossReader:
             found.append(
                 LossJudgement(
                     "crossing",
-                    f"{crossing} of {labels} labels are first tokens of an example, predicted from the last position "
-                    "of the one before",
+                    f"{crossing} of {labels} labels are first tokens of an example, which the model predicts from the "
+                    "last position of the previous example",
                     "set the label of each example's first token to -100 in rows of several examples",
                 )
             )
@@ -95,8 +95,8 @@ class LossReader:
         reached = [call for call in waiting if any(channel.call == call.number for channel in channels)]
         if is_bypassed:
             self.unread = (
-                "it uses parameters of the model directly, not through the model's outputs, as fused losses do, and "
-                "losses inside of the model"
+                "it reads parameters of the model directly, not only the model's outputs, as fused losses and losses "
+                "inside of the model do"
             )
         others = [call for call in reached if not self._is_sum(call, losses, given, channels)]
         if not (others and self._compares(losses, given, others, channels)):
@@ -181,7 +181,7 @@ class LossReader:
             )
         elif found is None and not self.unread:
             self.unread = (
-                "the audit cannot run the loss again on other outputs, which would show what the loss "
+                "the audit cannot run the loss again on other outputs, so it cannot see what the loss "
                 "reads without a gradient"
             )
 
@@ -255,7 +255,7 @@ def _find_uneven(calls: list[ScriptCall]) -> LossJudgement | None:
     high, low = means.index(max(means)), means.index(min(means))
     return LossJudgement(
         "uneven",
-        f"a token of micro-batch {high + 1} weighs {means[high] / means[low]:.2f} times one of micro-batch {low + 1}: "
-        f"each is averaged over its own labels ({counts[high]} and {counts[low]})",
+        f"a token of micro-batch {high + 1} weighs {means[high] / means[low]:.2f} times as much as one of micro-batch "
+        f"{low + 1}: each loss is averaged over its own labels ({counts[high]} and {counts[low]})",
         TO_DIVIDE,
     )

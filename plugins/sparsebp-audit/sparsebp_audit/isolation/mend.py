@@ -109,9 +109,9 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[MendVariant]:
         blocks = _block_mask(examples, _dtype(model), is_causal=_is_causal(model))
         is_own = isinstance(mask, Tensor) and mask.dim() == 4
         yield MendVariant(
-            "the 4-D attention mask that was given lets an example of a row read another"
+            "the 4-D attention mask of the batch lets an example read others in its row"
             if is_own
-            else "the model builds its attention mask without position_ids, and reads across the examples of a row",
+            else "the model builds its attention mask without position_ids, so examples of a row read each other",
             f"pass a 4-D attention mask that covers other examples, or {PADDED}",
             inputs | {"attention_mask": blocks, "use_cache": False},
         )
@@ -127,7 +127,7 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[MendVariant]:
     if mask is None:
         yield MendVariant(
             "the model reads padding as tokens: the batch has no attention_mask",
-            "pass attention_mask",
+            "pass attention_mask, with 0 at padding",
             inputs | {"attention_mask": real_BT},
         )
     yield MendVariant(

@@ -84,7 +84,7 @@ class Applied:
             return f"not applied: {self.refusal}"
         steps = f"{self.packed_steps} step{'s' * (self.packed_steps != 1)}"
         if self.refusal:
-            return f"applied to {self.model} in {steps}, plain again from step {self.refused_at} on: {self.refusal}"
+            return f"applied to {self.model} in {steps}, then switched off at step {self.refused_at}: {self.refusal}"
         return f"applied to {self.model} in {steps}"
 
     def times(self) -> str:
@@ -93,8 +93,8 @@ class Applied:
             return ""
         factor = self.plain.median_seconds / self.lossless.median_seconds
         return (
-            f"a step, in turns: plain {self.plain.describe()}, with less work {self.lossless.describe()}: "
-            f"{factor:.2f} times as fast"
+            f"step time, measured in turn: without lossless {self.plain.describe()}, with lossless "
+            f"{self.lossless.describe()}: {factor:.2f} times as fast"
         )
 
     def lines(self) -> list[str]:
@@ -103,14 +103,14 @@ class Applied:
         if self.packed_batches:
             left = self.padding + self.unread + self.shared
             found.append(
-                f"left out: {left / self.positions:.1%} of the positions ({self.padding:,} padding, {self.unread:,} "
+                f"skipped: {left / self.positions:.1%} of the positions ({self.padding:,} padding, {self.unread:,} "
                 f"after the last label, {self.shared:,} in a shared prefix) and {self.head_rows / self.positions:.1%} "
                 f"of the head's rows, in {self.packed_batches} of {self.batches} batches"
             )
         if self.checks:
             found.append(
-                f"gradient compared with the plain one {self.checks} time{'s' * (self.checks != 1)}: largest relative "
-                f"error {self.error:.1e}"
+                f"gradient compared with the ordinary one {self.checks} time{'s' * (self.checks != 1)}: largest "
+                f"relative error {self.error:.1e}"
             )
         if self.switched_off:
             found.append(f"gradients switched off, since no optimizer holds them: {', '.join(self.switched_off)}")

@@ -84,14 +84,14 @@ class BatchJudgement:
             return [f"{size}: each as if alone (outputs within {self.difference:.0e}, gradient within {self.leak:.0e})"]
         if self.verdict == "purpose":
             return [f"{size}: mixed on purpose by {self.reason} (outputs differ by {self.difference:.1e})"]
-        worst = f"outputs of {self._named()} differ from those alone by up to {self.difference:.1%}"
+        worst = f"outputs of {self._named()} differ by up to {self.difference:.1%} from outputs computed alone"
         found = [f"{size}: NOT as if alone: {worst}"]
         if self.pairs:
             read = ", ".join(f"{pair.target + 1} reads {pair.source + 1} ({pair.share:.1%})" for pair in self.pairs[:6])
             more = f" and {len(self.pairs) - 6} more" if len(self.pairs) > 6 else ""
-            found.append(f"pairs of examples: {read}{more}, by the gradient for embeddings")
+            found.append(f"which example reads which: {read}{more}, by the gradient for embeddings")
         else:
-            found.append("no example reads another, but the model computes an example alone differently")
+            found.append("no example reads another, but the model computes an example differently when it is alone")
         if self.module:
             found.append(f"first at: {self.module} ({self.module_class})")
         if self.cause:

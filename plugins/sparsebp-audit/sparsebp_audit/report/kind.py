@@ -25,7 +25,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "dropped-gradient": FindingKind(
         "gradients that autograd drops",
-        "return None for inputs that need no gradient: ctx.needs_input_grad tells which",
+        "in the Function's backward, return None where ctx.needs_input_grad is false",
     ),
     "unread-leaf": FindingKind(
         "gradients of inputs that nobody reads",
@@ -58,7 +58,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "unheld": FindingKind(
         "gradients of parameters that no optimizer holds",
-        "call requires_grad_(False) on them before the forward: nothing below the lowest trained parameter is computed",
+        "call requires_grad_(False) on them before the forward: the backward then ends at the lowest trained parameter",
     ),
     "zero-rate": FindingKind(
         "gradients of parameters whose learning rate is zero",
