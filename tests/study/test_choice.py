@@ -45,7 +45,7 @@ def test_a_grid_says_at_which_edge_it_stops(write_study: Write) -> None:
     for _ in range(4):
         loaded, stays = extend(loaded, tune(loaded, 1.0))
     assert [*find_grid(loaded).values()] == [[5e-4, 1e-3, 2e-3, 4e-3]]
-    assert stays == ["dense, topk: training.learning_rate=0.004 is the largest of its grid, extended 2 times"]
+    assert stays == ["dense, topk: the best training.learning_rate=0.004 is the largest of its grid, extended 2 times"]
 
 
 def test_every_arm_gets_the_values_that_one_arm_needs(write_study: Write) -> None:

@@ -30,7 +30,7 @@ WRONG = [
     ("training.learning_rate:", "tracking.experiment:", "vary.tracking.experiment: cannot be varied"),
     ("training.learning_rate:", "training.seed:", "vary.training.seed: cannot be varied"),
     ("training.learning_rate: [5e-4, 1e-3]", "dataset.columns.text: [a, b]", "vary.dataset.columns.text: cannot be"),
-    ("training.learning_rate: [5e-4, 1e-3]", "dataset.eval_fraction: [0.1, 0.2]", "other validation data have another"),
+    ("training.learning_rate: [5e-4, 1e-3]", "dataset.eval_fraction: [0.1, 0.2]", "validation data would differ"),
     ("same: cost", "same: money", "budget.same: got 'money', allowed: 'steps', 'cost', 'time', 'tokens'"),
     ("same: cost", "same: steps", "budget: the key `as` needs 'same: cost', 'same: time' or 'same: tokens'"),
     ("same: cost, as: dense, steps: 20", "same: time", "budget: 'same: time' needs either 'seconds: N' or 'as: ARM'"),

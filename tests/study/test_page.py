@@ -61,7 +61,7 @@ def test_a_plan_without_a_test_split_warns(write_study: Write, tmp_path: Path) -
     base = tmp_path / "base.yaml"
     base.write_text(base.read_text().replace(", test_fraction: 0.5", ""))
     loaded, lines = lines_of(tmp_path / "study.yaml")
-    assert "warning: no test split" in show(make_plan_table(loaded, lines, find_places(loaded)))
+    assert "warning: without a test split" in show(make_plan_table(loaded, lines, find_places(loaded)))
 
 
 def test_the_page_counts_what_trials_do(write_study: Write) -> None:

@@ -274,7 +274,7 @@ class Driver:
         for entry in batch:
             # A new plan could move it to another place while a worker continues where the lost plan sent it.
             if len(self._places) > 1 and not has_plan(entry.run) and _may_be_elsewhere(entry.run):
-                self._give_up([entry], f"its plan cannot be read, so its target is unknown: {entry.run.plan_file}")
+                self._give_up([entry], f"the plan cannot be read, so the target is unknown: {entry.run.plan_file}")
                 continue
             if not has_plan(entry.run):
                 recipe = self._place_of(entry).put(entry.trial.recipe)

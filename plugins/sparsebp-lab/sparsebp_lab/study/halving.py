@@ -42,8 +42,8 @@ def find_rungs(recipe: Recipe, count: int, reduction: int) -> list[int]:
     if not rungs and count > 1:
         how = "measure.eval_every" if every == recipe.measure.eval_every else "measure.generate.every"
         raise UsageError(
-            f"arm {recipe.name}: to rank trials, halving needs an evaluation at or after step {FEWEST_STEPS}, and "
-            f"at or before step {steps // reduction} of {steps}; {how} is {'null' if every is None else every}"
+            f"arm {recipe.name}: to rank trials, halving needs an evaluation at a step from {FEWEST_STEPS} to "
+            f"{steps // reduction} of {steps}, but {how} is {'null' if every is None else every}"
         )
     return sorted(set(rungs))
 

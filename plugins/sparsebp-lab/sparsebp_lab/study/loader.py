@@ -218,7 +218,7 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
         if key in FIXED_KEYS or key.split(".")[0] in NO_RESULT:
             yield FieldError(location, "cannot be varied: either it does not change the training, or the study sets it")
         if key.split(".")[0] == "dataset" and key != TRAIN_EXAMPLES_KEY:
-            text = "cannot be varied: other validation data have another loss; of dataset, only max_train_examples can"
+            text = "cannot be varied, since validation data would differ; of dataset, only max_train_examples can be"
             yield FieldError(location, text)
         if key == STEPS_KEY and study.budget is not None:
             yield FieldError(location, "the budget decides the steps of every arm")

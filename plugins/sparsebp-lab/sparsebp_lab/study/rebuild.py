@@ -124,7 +124,8 @@ def _find_others(loaded: LoadedStudy, record: StudyRecord, course: Course, store
         elif listed.count(key) > 1:
             yield f"{_describe(one)}: run {one.run_id} is listed {listed.count(key)} times"
         elif one.pruned != asked[key].is_cut:
-            yield f"{_describe(one)}: run {one.run_id} is listed as {'ended' if one.pruned else 'not ended'} by halving"
+            ended = "ended" if one.pruned else "not ended"
+            yield f"{_describe(one)}: run {one.run_id} is listed as {ended} by halving, unlike in the study"
 
 
 def _describe(trial: Listed | StudyTrial) -> str:

@@ -63,9 +63,9 @@ def _make_importance(arms: dict[str, list[TunedLine]]) -> list[Grid]:
             shares = find_importances([({key: values[key] for key in varied}, value) for values, value in known])
             rows += [(arm, key, f"{share:.0%}", f"{len(known)}") for key, share in shares.items()]
     note = (
-        "Share of the variance of the validation metric that each key explains, over all fully trained "
-        "combinations (Optuna's fANOVA, a random forest). With few combinations it is unreliable. It does not "
-        "hold outside of the tried ranges."
+        "Share: fraction of the variance of the validation metric that each key explains, over all fully trained "
+        "combinations (Optuna's fANOVA, a random forest). With few combinations, shares are unreliable. They do "
+        "not hold outside of the tried ranges."
     )
     grid = Grid("Which key mattered", ("arm", "key", "share", "combinations"), tuple(rows), note, aside=2)
     return [grid] if rows else []

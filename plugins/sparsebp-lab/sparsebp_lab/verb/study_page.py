@@ -58,7 +58,7 @@ def make_plan_table(loaded: LoadedStudy, lines: Sequence[ArmLine], places: Seque
         notes += [f"best of {line.arm} so far: {line.best}" for line in lines if line.best]
         notes += _warn(loaded)
     if study.controls == "auto" and "control" not in stages:
-        notes.append("controls: known after the report; each costs as much as its arm")
+        notes.append("control runs: the study adds them after the report; each costs as much as its arm")
     return Group(table, *(Text(note) for note in notes))
 
 
@@ -66,7 +66,7 @@ def _warn(loaded: LoadedStudy) -> list[str]:
     dataset = next(iter(loaded.firsts.values())).recipe.dataset
     if dataset.test_split is None and dataset.test_fraction is None:
         return [
-            "warning: no test split, so the report is on the data of tuning: set dataset.test_fraction or test_split"
+            "warning: without a test split, the report uses the data of tuning: set dataset.test_fraction or test_split"
         ]
     return []
 

@@ -100,10 +100,10 @@ def _explain(found: WorthAnswer, *, is_narrow: bool) -> Iterator[str]:
 
 def _list_exceptions(found: WorthAnswer) -> Iterator[str]:
     if any(policy.remembers for policy in found.policies):
-        yield "*: the choice of this policy depends on earlier steps; measured as at the first step."
+        yield "*: this policy decides from earlier steps; the estimate measures its first step."
     for one in found.policies:
         if one.as_at_step is not None:
-            yield f"{one.name}: skips no work in early steps; measured as if at step {one.as_at_step}."
+            yield f"{one.name}: skips no work in early steps, so the estimate measures it as at step {one.as_at_step}."
     for other in found.left_out:
         yield f"not measured: {other.name}: {other.why}"
 
