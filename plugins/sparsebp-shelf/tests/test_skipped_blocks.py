@@ -189,7 +189,7 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         UnsupportedError, match="not supported for BertLayer: this layer normalises the residual stream after each"
     ):
         attach(tiny_encoder("bert"), "layerdrop")
-    with pytest.raises(UnsupportedError, match="segments first run the layers without gradients"):
+    with pytest.raises(UnsupportedError, match="segments first run all blocks, without gradients"):
         attach(tiny_model("llama"), "layerdrop", segments=2)
     for other in ({"name": "tokens", "score": "random", "keep": 0.5}, {"name": "lossless"}):
         with pytest.raises(UnsupportedError, match="in one forward is not supported"):

@@ -43,7 +43,7 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
     """Drop residual blocks from the backward, different ones at each step."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="If a step of a model with residual blocks must be faster or need less memory. Compare with dense "
+        use="If steps must be faster or need less memory, and the model has residual blocks. Compare with dense "
         "training with a smaller batch at the same cost.",
         year=2024,
         saves=("time", "memory"),
@@ -52,14 +52,14 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
         claimed="44 % less training time, and sequences 6.2 times as long; LLaMA-2 with QLoRA.",
         measured="1.47 and 1.90 times as fast at keep 0.5 and 0.25 (results, measurements). At the cost of 60 dense "
         "steps, worse than dense with a smaller batch (log, 2026-11-23).",
-        code="WooSunghyeon/dropbp, MIT; draws again if checkpointing repeats a forward.",
+        code="WooSunghyeon/dropbp, MIT; its code draws again if checkpointing repeats a forward.",
     )
 
     constants: ClassVar[tuple[str, ...]] = ("sensitivity_at",)
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         description=(
-            "Fraction of the residual blocks whose backward runs, in (0, 1]; 1.0 is dense. If this is not a "
+            "Fraction of the residual blocks whose backward runs, in (0, 1]; 1.0 is dense. If the fraction is not a "
             "whole number of blocks, one more block runs at some steps, so that the mean is this fraction."
         )
     )

@@ -132,7 +132,7 @@ class BlockExtension(TrialExtension):
             self._forward_step = step
         elif self._forward_step != step:
             raise UsageError(
-                f"{part.name!r} runs again after the optimizer step, when other blocks are dropped: run the "
+                f"{part.name!r} runs again after the optimizer step, but the next step drops other blocks: run the "
                 "backward of each forward before the optimizer step"
             )
         if part.blocks <= self._dropped:
@@ -168,8 +168,8 @@ class BlockExtension(TrialExtension):
         number = sum(self._num_kept.values()) / max(1, len(self._num_kept))
         self.engine.notes["blocks"] = (
             f"on average {number:.1f} of {len(self.blocks)} residual blocks "
-            f"{'are computed' if self.policy.skips_forward else 'have a backward'}; the parameters of the "
-            "others have no gradient at that step"
+            f"{'are computed' if self.policy.skips_forward else 'have a backward'} in a step; the parameters of the "
+            "other blocks have no gradient in this step"
         )
 
     def _ask(self, step: Step) -> frozenset[str]:

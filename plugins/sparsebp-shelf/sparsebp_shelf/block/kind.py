@@ -85,8 +85,8 @@ _SKIPS: rule.Conditions = {"skips": (True,)}  # the policy leaves blocks out of 
 _AGAIN = "each step drops different blocks, so torch.compile would compile again"
 BLOCK_DROPPER = Kind(
     BlockDropper,
-    asked="The policy decides at the start of each step. Exact if no block is dropped, else biased: no weights "
-    "replace the missing gradient, even where the mean output equals the dense output. Parameters of a dropped "
+    asked="The policy decides at the start of each step. Exact if no block is dropped. Otherwise biased, because no "
+    "weights replace the missing gradient, even if the mean output equals the dense output. Parameters of a dropped "
     "block have no gradient at that step. [Drop residual blocks](../guide/blocks.md)\n",
     extensions=((400, "sparsebp_shelf.block.extension:BlockExtension"),),
     places="sparsebp_shelf.block.layout:find_places",
@@ -99,13 +99,13 @@ BLOCK_DROPPER = Kind(
         rule.whole_weights(),
         rule.not_beside(
             ("TokenSelector", "BatchPacker"),
-            "The other policy selects or packs positions in the attention of every layer, but layers may be left out.",
+            "The other policy selects or packs positions in the attention of every layer, but this one skips layers.",
             facts=_SKIPS,
         ),
         rule.not_with(
             "segments",
             rule.GIVEN,
-            "segments first run the layers without gradients, with all blocks",
+            "segments first run all blocks, without gradients",
             facts=_SKIPS,
         ),
         rule.needs_optimizer("the choice of blocks changes after each optimizer step"),

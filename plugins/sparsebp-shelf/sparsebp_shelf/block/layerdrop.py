@@ -33,7 +33,7 @@ class LayerDrop(BlockDropper):
         saves=("time", "memory"),
         work="keep",
         memory="Nothing of a layer that is left out.",
-        claimed="After training, layers can be removed from the model; a regulariser; machine translation and "
+        claimed="A regulariser; after training, layers can be removed from the model. Machine translation and "
         "language models.",
         code="fairseq, MIT.",
     )

@@ -58,8 +58,8 @@ class FusedExamples(EngineExtension):
     def __init__(self, policy: ExampleSelector, model: nn.Module, states: PolicyStates) -> None:
         if not policy.fits_head or policy.weighs:
             raise UnsupportedError(
-                f"{type(policy).__name__} is not supported with trl's fused head: use a policy that chooses "
-                f"examples without scores of the model and without weights; {LEFT}"
+                f"{type(policy).__name__} is not supported with trl's fused head: use a policy that neither "
+                f"scores examples with the model nor weights them; {LEFT}"
             )
         self.policy, self.model, self._states = policy, model, states
         self._patches, self.was_called = ForwardPatches(), False

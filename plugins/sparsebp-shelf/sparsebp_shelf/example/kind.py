@@ -136,9 +136,9 @@ EXAMPLE_SELECTOR = Kind(
     ExampleSelector,
     asked="The policy decides before each training forward. The step's cost includes losses that it computes for "
     "this. Exact if it chooses all examples. Otherwise biased without weights, because the loss is a mean over "
-    "targets and examples have unequally many. Unbiased with weights if each example's mean weight over random "
-    "draws is 1 (0 if left out) and the loss is divided by the number of targets of the whole batch. [Train only "
-    "some tokens or examples](../guide/tokens.md)\n",
+    "targets, and examples have different numbers of targets. With weights, unbiased if each example's mean weight "
+    "over random draws is 1 (0 if left out) and the loss is divided by the number of targets of the whole batch. "
+    "[Train only some tokens or examples](../guide/tokens.md)\n",
     extensions=((600, "sparsebp_shelf.example.fused:make_example_extension"),),
     suite="sparsebp_shelf.example.suite:check_example_selector",
     at_sites=True,

@@ -28,7 +28,7 @@ class Uniform(SampledExamples):
         year=2019,
         saves=("time", "memory"),
         work="keep",
-        memory="keep of the examples.",
+        memory="The fraction keep of the examples.",
     )
 
     @property

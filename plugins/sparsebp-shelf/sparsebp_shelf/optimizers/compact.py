@@ -76,7 +76,7 @@ class CompActAdamW(SeparateOptimizer):
             if "exp_avg" in state and state["exp_avg"].shape != small_OK.shape:
                 raise UnsupportedError(
                     f"the optimizer compact has moments of shape {tuple(state['exp_avg'].shape)}, but the "
-                    f"projected gradient has the shape {tuple(small_OK.shape)}: do not change the policy's keep"
+                    f"projected gradient has the shape {tuple(small_OK.shape)}: the policy's keep must not change"
                 )
             update = adam_step(small_OK, state, group) @ matrix_DK.t()
             update = update if input_dim == 1 else update.t()

@@ -232,7 +232,7 @@ class PartExtension(TrialExtension):
         others = f" and {beside:,} numbers of other parameters" if beside else ""
         return (
             f"{entries:,} of {total:,} numbers are trained, in {len(self._parts)} of {len(self._linears)} weights of "
-            f"linear layers{others}; clip the gradients of the optimizer's parameters (the parts), not of the model's"
+            f"linear layers{others}; to clip, pass the optimizer's parameters (the parts), not the model's"
         )
 
 

@@ -115,8 +115,8 @@ PART_SELECTOR = Kind(
     limits=(
         rule.not_beside(
             rule.AllBut(("PartSelector", "ExampleSelector")),
-            "A part selector replaces forwards of linear layers and weights in the optimizer, and freezes all "
-            "other parameters.",
+            "A part selector replaces the forwards of linear layers, replaces weights in the optimizer, and freezes "
+            "all other parameters.",
             where="training",
         ),
         rule.at_linears(does=" trains parts of the weights of linear layers:"),

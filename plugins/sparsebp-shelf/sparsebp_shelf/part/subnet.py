@@ -38,8 +38,8 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     """Train rows, columns, blocks or entries of weights, by gradient, by weight or at random."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Instead of LoRA, if optimizer state does not fit into memory; adds no layers. Not to save time: forward "
-        "and dgrad stay dense; for single entries wgrad, too.",
+        use="Instead of LoRA, if optimizer state does not fit into memory: subnet adds no layers. Not to save time: "
+        "forward and dgrad stay dense, and for single entries also wgrad.",
         year=2024,
         saves=("memory",),
         work="(2 + keep) / 3",

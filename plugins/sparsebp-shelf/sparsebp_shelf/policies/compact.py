@@ -26,12 +26,12 @@ class CompAct(InputSaver):
     """Project the features of an input randomly onto fewer, and back in the backward; unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To compare with wta-crs: here the squared error of a gradient is 1 / keep times its squared norm, for "
-        "all data. The error of wta-crs, which keeps rows, is smaller if rows differ in norm.",
+        use="To compare with wta-crs. The squared error of a gradient by compact is always 1 / keep times its squared "
+        "norm. The error of wta-crs, which keeps rows, is smaller if rows differ in norm.",
         year=2025,
         saves=("memory",),
         work="(2 + keep * (1 + D / N + D / O)) / 3",
-        memory="keep N D entries of an input. With interval and optim: compact, also 2 keep O D moments.",
+        memory="keep * N * D entries of each input. With interval and optim: compact, also 2 * keep * O * D moments.",
         claimed="25 to 30 % less peak memory in pretraining, 50 % less in fine-tuning; LLaMA and RoBERTa (abstract).",
         code="Not read.",
     )

@@ -40,15 +40,15 @@ class CRS(InformedSelector):
     """Draw rows and features of large products, weighted so that each gradient stays unbiased; the bias is dense."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="For wide linears and many rows, where an unbiased gradient matters. Not for narrow linears: "
+        use="For wide linear layers and many rows, if the gradient must be unbiased. Not for narrow layers: "
         "choosing costs in proportion to N (D + O).",
         year=2021,
         saves=("time",),
         work="(2 + keep) / 3",
         memory="As dense.",
         claimed="Up to 66 % fewer FLOPs and training up to 1.37 times as fast, with ResNets on ImageNet.",
-        measured="With 735 tokens per step, a step took 1.02 times as long as dense: norms and gathering of rows "
-        "cost what the products save (log, 2026-11-23).",
+        measured="With 735 tokens per step, a step took 1.02 times as long as dense: computing norms and gathering "
+        "rows cost as much time as the products save (log, 2026-11-23).",
         code="acsl-technion/approx, BSD-3; draws with replacement, or each row separately.",
     )
 

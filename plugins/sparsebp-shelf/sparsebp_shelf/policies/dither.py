@@ -24,8 +24,8 @@ class Dither(GradientSelector):
     """Round a gradient at random to multiples of its standard deviation times ``scale``."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To learn how the noise of coarse gradients affects training. Zero entries make nothing faster in "
-        "SparseBP.",
+        use="To learn how the noise of coarse gradients affects training. SparseBP does not use the zero entries to "
+        "save time.",
         year=2020,
         work="1",
         memory="As dense.",

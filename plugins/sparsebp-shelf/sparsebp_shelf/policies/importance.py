@@ -34,12 +34,12 @@ class Importance(Stateful[object], KeptExamples):
     """Draw examples in proportion to the gradient norm at their logits, or uniformly while that gains little."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="If few examples have most of the gradient. The forward over the whole batch costs a third of a dense "
+        use="If a few examples cause most of the gradient. The forward over the whole batch costs a third of a dense "
         "step, except while examples are drawn uniformly. Compare with uniform at the same cost.",
         year=2018,
         saves=("time", "memory"),
         work="keep + 1 / 3",
-        memory="keep of the examples.",
+        memory="The fraction keep of the examples.",
         claimed="Training loss up to an order of magnitude lower at equal time, image classification (abstract). The "
         "authors of VCAS measured 22 % less time.",
         code="idiap/importance-sampling, MIT, Keras; not read.",
@@ -53,9 +53,9 @@ class Importance(Stateful[object], KeptExamples):
     threshold: Annotated[float, Field(ge=0.0)] | None = Field(
         None,
         description=(
-            "If the gain is above this, examples are drawn by gradient norm, else uniformly. The gain is how "
-            "many times larger a uniform batch of the same variance would be. 0: always by norm. null: 1 + 1 / "
-            "(3 keep), where the gain pays for the extra forward."
+            "Examples are drawn by gradient norm while the gain is above this, else uniformly. The gain is how "
+            "many times larger a uniform batch must be for the same variance. 0: always by norm. null: 1 + 1 / "
+            "(3 * keep), where the gain pays for the extra forward."
         ),
     )
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(

@@ -27,13 +27,13 @@ class Rho(KeptExamples, ReferenceReader):
     """Train the examples whose loss most exceeds that of a reference model."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="If part of the data is noise or already learnt, and you have a model trained on other data of this "
-        "kind; it may be smaller. The work below leaves out the training and the forwards of that model. Compare "
-        "with uniform.",
+        use="If part of the data is noise or already learnt, and you have a reference model, even a smaller one, that "
+        "was trained on other data of this kind. The work below leaves out training and running the reference model. "
+        "Compare with uniform.",
         year=2022,
         saves=("time", "memory"),
         work="keep + 1 / 3",
-        memory="keep of the examples. With reference_scores: fly, also the reference model.",
+        memory="The fraction keep of the examples. With reference_scores: fly, also the reference model.",
         claimed="18 times fewer steps and 2 % more accuracy on web images, Clothing-1M (abstract).",
         code="OATML/RHO-Loss, Apache-2.0; not read.",
     )

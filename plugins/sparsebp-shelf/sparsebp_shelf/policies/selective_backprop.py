@@ -43,7 +43,7 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
         year=2019,
         saves=("time", "memory"),
         work="keep + scale_factor / 3",
-        memory="keep of the examples.",
+        memory="The fraction keep of the examples.",
         claimed="Reaches the target error up to 3.5 times as fast; convolutional networks on CIFAR-10.",
         code="angelajiang/SelectiveBackprop, Apache-2.0.",
     )
@@ -51,7 +51,7 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
     scale_factor: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0,
         description=(
-            "The forward that computes the losses reads this first fraction of the token positions, in (0, 1]."
+            "Fraction of the token positions, from the start, that the forward for the losses reads, in (0, 1]."
         ),
     )
 

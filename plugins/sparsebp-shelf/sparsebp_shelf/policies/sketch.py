@@ -24,11 +24,11 @@ class Sketch(InputSaver):
     """Project the rows of an input randomly onto fewer, and the gradient's rows in the same way; unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Only if keep N is far below D O / (D + O). Otherwise the projection multiplies more than it saves.",
+        use="Only if keep * N is far below D * O / (D + O). Otherwise the projection costs more FLOPs than it saves.",
         year=2022,
         saves=("memory",),
         work="(2 + keep * (1 + N / D + N / O)) / 3",
-        memory="keep N D entries of an input.",
+        memory="keep * N * D entries of each input.",
         claimed="Half of the linear layers' memory, for less than one point of accuracy; RoBERTa on GLUE.",
         code="Not read.",
     )

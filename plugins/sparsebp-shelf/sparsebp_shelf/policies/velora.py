@@ -34,7 +34,7 @@ class VeLoRA(Stateful[Site], InputSaver):
         year=2024,
         saves=("memory", "time"),
         work="(2 + 1 / group) / 3",
-        memory="N D / group entries of an input.",
+        memory="N * D / group entries of each input.",
         claimed="Less memory than QLoRA and GaLore with equal quality; LLaMA and RoBERTa (abstract).",
         code="roymiles/VeLoRA; not read.",
     )

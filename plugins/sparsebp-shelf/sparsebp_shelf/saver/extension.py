@@ -110,8 +110,8 @@ class InputSaving(SavesInputs, TrialExtension):
             refuse_uncalled(self.policy, self._model)
         if self._dense_bytes:
             self.engine.notes["inputs"] = (
-                f"of the inputs of linears with a trained weight, {self._bytes / self._dense_bytes:.1%} of the bytes "
-                "are kept for the backward"
+                f"the policy keeps {self._bytes / self._dense_bytes:.1%} of the bytes of inputs that linear layers "
+                "with a trained weight save for the backward"
             )
 
     @override
