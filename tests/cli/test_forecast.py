@@ -48,7 +48,7 @@ def test_two_layers_of_8b_by_their_config_alone(cli: Cli, recipe: Path) -> None:
     found, need = facts["forecast"], facts["policy"]
     policy = found["policy"]
     assert found["device"] == "h100-80gb"
-    assert found["batch"]["note"].startswith("assumed to be full")
+    assert found["batch"]["note"].startswith("assumed: full")
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     base = 2 * 128256 * 4096 + 2 * layer + 4096
     assert policy["num_parameters"] - policy["num_trained"] == base

@@ -201,7 +201,7 @@ def test_adapters_leave_as_peft_merges_them_and_from_a_checkpoint_alike(
     front, text = of_card(last)
     assert front["tags"] == ["sparsebp", "dense", "lora"]
     assert "chat_template: chat_template.jinja" in text
-    assert "so that split's numbers are too good" in of_card(best)[1]
+    assert "so the numbers on that split look better" in of_card(best)[1]
 
     with pytest.raises(
         UsageError, match=r"no checkpoint of step 3: the run has checkpoints of step 2, 4, (5, )?6, 8, 10"

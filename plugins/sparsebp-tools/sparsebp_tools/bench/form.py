@@ -89,7 +89,7 @@ def find_forms(
                     )
     if not forms:
         raise UsageError(
-            f"{name!r} cannot run at {', '.join(sites)} with fewer multiplications than dense, so there is nothing "
+            f"{name!r} needs as many multiplications at {', '.join(sites)} as dense training, so there is nothing "
             "to time"
         )
     return tuple(forms)

@@ -96,7 +96,7 @@ def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, pl
         peak_ratio = round(count.peak_bytes / plain.peak_bytes, 4)
     note = ""
     if form is not None and form.execution == "csr" and count.backward_flops >= plain.backward_flops:
-        note = "ran with a mask: PyTorch has no CSR product for this dtype here"
+        note = "ran with a mask, because PyTorch multiplies no sparse (CSR) matrices of this dtype here"
     cost = (count.forward_flops + count.backward_flops) / (plain.forward_flops + plain.backward_flops)
     policy = case.variant.policy
     chooses = isinstance(policy, GradientSelector) and policy.selection is not None

@@ -8,10 +8,10 @@ from sparsebp_tools.bench import Benchmark, BenchmarkRow
 
 NUMBERS = ("kept", "speed-up", "quartiles", "limit", "reached", "flops", "saved", "peak")
 LEGEND = (
-    "speed-up: forward + backward, over plain PyTorch in the same round; with quartiles of the rounds",
-    "limit, reached: the speed-up that the remaining FLOPs allow, and the fraction of it that was reached",
+    "speed-up: of forward + backward, over plain PyTorch in the same round; with quartiles of the rounds",
+    "limit, reached: largest speed-up that the remaining FLOPs allow, and the fraction of it that was reached",
     "flops, saved, peak: FLOPs of the backward, memory saved for it, and peak memory; plain PyTorch is 1",
-    "worth: rows or entries that dense, with a smaller batch, computes at the cost of one that is kept",
+    "worth: how many rows or entries dense with a smaller batch computes at the cost of one kept by the policy",
     "choosing by norm can pay only if the effective sample size of the gradients, as a fraction, is",
     "below 1 / worth; `sparsebp validate --probe RECIPE` measures it (the tokens of bench are random)",
 )

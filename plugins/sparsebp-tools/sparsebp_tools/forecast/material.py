@@ -75,11 +75,11 @@ def gather_material(recipe: Recipe, policies: Sequence[Policy]) -> Material:
     architecture = find_architecture(config.to_dict(), recipe.dataset.format)
     data = None if tokenizer is None else _find_data(recipe, tokenizer, policies, architecture)
     pad = 0 if tokenizer is None or not isinstance(tokenizer.pad_token_id, int) else tokenizer.pad_token_id
-    note = "the largest of the recipe's own"
+    note = "the largest micro-batch of the recipe's data"
     if data is None:
         vocabulary = config.get_text_config().vocab_size
         data = _make_data(recipe, architecture, vocabulary)
-        note = "assumed to be full and all trained, because the data or the tokenizer is not on this machine"
+        note = "assumed: full, all positions trained, because the data or the tokenizer is not on this machine"
     labels = len(data.label_names) if recipe.dataset.format == "classification" else None
     if labels is not None:
         config, architecture = read_model_config(recipe.model, size, labels), "classifier"

@@ -121,7 +121,7 @@ def _without_probes(own: StepForecast) -> Remedy:
         changes=["measure.probe_every=null", "measure.fidelity_every=null"],
         is_exact=True,
         step=own,
-        note="the same gradient: nothing of the run is measured against dense",
+        note="the same gradient, without comparisons with dense training",
         saves_probes=True,
     )
 
@@ -146,13 +146,13 @@ def _assume(request: ForecastRequest, recipe: Recipe, own: StepForecast) -> list
     ]
     if not request.gpu:
         found.append(
-            "the forecast counts tensors and the process before its first tensor; on a CPU, processes held up to "
-            f"{HELD_ON_CPU:g} times as much: library buffers, freed memory that the C library keeps, and copies "
+            "the forecast counts tensors and the process before its first tensor; on a CPU, processes used up to "
+            f"{HELD_ON_CPU:g} times as much, for library buffers, freed memory that the C library keeps, and copies "
             "of saved weights"
         )
     else:
         found += [
-            "attention by a fused kernel that stores no scores (flash, or memory-efficient with a mask)",
+            "attention is assumed to run a fused kernel without stored scores (flash, or memory-efficient with a mask)",
             "CUDA's context and the libraries' workspaces, about 0.5 to 1 GB, are not counted",
         ]
     if recipe.measure.probe_every is not None:
@@ -160,14 +160,14 @@ def _assume(request: ForecastRequest, recipe: Recipe, own: StepForecast) -> list
             "a probe (a measuring pass) is estimated: the passes of a step, plus the gradients of policy and dense"
         )
     if recipe.training.compile:
-        found.append("counted as it runs uncompiled; a compiled step fuses operators and may need less")
+        found.append("the step is counted uncompiled; a compiled step fuses operators and may need less")
     if recipe.training.mixed_precision != "no":
-        found.append("autocast by the rules of a CPU: on a GPU a few more operators, such as norms, run in float32")
+        found.append("autocast follows the rules of a CPU; on a GPU, more operators, such as norms, run in float32")
     processes = recipe.target.options.get("processes", 1)
     if processes > 1:
-        found.append(f"one of {processes} processes, without DDP: its buckets need as much memory as the gradients")
+        found.append(f"one of {processes} processes is counted, without DDP, whose buckets copy all gradients")
     if recipe.target.options.get("sharding", "none") != "none":
-        found.append("counted unsharded: fsdp2 divides weights, gradients and optimizer state by the processes")
+        found.append("a step is counted unsharded; fsdp2 divides weights, gradients and optimizer state")
     if make_dense(recipe).training.optim != recipe.training.optim:
         found.append(f"the dense run uses adamw, because {recipe.training.optim} works only with the policy")
     if own.trial is not None:

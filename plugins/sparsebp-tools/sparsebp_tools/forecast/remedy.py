@@ -40,7 +40,7 @@ def list_changes(recipe: Recipe) -> Iterator[RecipeChange]:
 def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
     backward, training = recipe.backward, recipe.training
     if [entry.name for entry in recipe.policy] == ["dense"]:
-        text = "the same gradient, without work that no loss needs; saves if batches have padding or prompts"
+        text = "the same gradient; skips padding and other work that the loss does not need"
         entry = PolicyEntry(name="lossless", **make_policy("lossless").model_dump(mode="json"))
         changed = recipe.model_copy(update={"policy": [entry]})
         yield RecipeChange(
@@ -49,17 +49,17 @@ def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
     is_stored = backward.checkpointing == "none" and backward.segments is None
     if is_stored:
         made = backward.model_copy(update={"segments": SEGMENTS})
-        text = "the same gradient: all layers but the last part are computed twice"
+        text = "the same gradient: the backward computes all layers but the last part again"
         yield RecipeChange((f"backward.segments={SEGMENTS}",), recipe.model_copy(update={"backward": made}), True, text)
         made = backward.model_copy(update={"checkpointing": "full"})
-        text = "the same gradient: every layer is computed twice"
+        text = "the same gradient: the backward computes every layer again"
         yield RecipeChange(("backward.checkpointing=full",), recipe.model_copy(update={"backward": made}), True, text)
     if backward.update == "deferred" and training.gradient_accumulation_steps == 1:
         clips = training.max_grad_norm is not None
         made = backward.model_copy(update={"update": "eager", "eager_clip": "exact" if clips else None})
         settings = ("backward.update=eager", *(["backward.eager_clip=exact"] if clips else []))
-        text = "the same gradient: the backward applies and frees the gradient of each parameter at once"
-        text += "; it runs twice, first for the norm of all gradients" if clips else ""
+        text = "the same gradient: the backward updates each parameter at once, and frees its gradient"
+        text += "; the backward runs twice, first for the norm of all gradients" if clips else ""
         yield RecipeChange(settings, recipe.model_copy(update={"backward": made}), True, text)
     size = training.per_device_train_batch_size
     if size > 1:
@@ -98,7 +98,7 @@ def try_changes(
         try:
             step, note = rehearse(change), change.note
         except SparseBPError as error:
-            step, note = None, f"not with this recipe: {error}"
+            step, note = None, f"not possible with this recipe: {error}"
         yield Remedy(changes=list(change.settings), is_exact=change.is_exact, step=step, note=note)
         if step is not None and step.comparison is not None and change.without_comparisons:
             yield without_comparisons([change.without_comparisons], step, note)
@@ -113,7 +113,7 @@ def name_comparisons(recipe: Recipe) -> list[str]:
 def without_comparisons(settings: list[str], step: StepForecast, note: str) -> Remedy:
     """Return a remedy for a step that is never compared."""
     step = step.model_copy(update={"comparison": None})
-    return Remedy(changes=settings, is_exact=True, step=step, note=f"{note}; nothing compares it with the plain step")
+    return Remedy(changes=settings, is_exact=True, step=step, note=f"{note}; no comparisons with the ordinary step")
 
 
 __all__ = ["RecipeChange", "list_changes", "name_comparisons", "try_changes", "without_comparisons"]

@@ -188,8 +188,8 @@ def tables(found: Forecast) -> Iterator[Table | str]:
     """Yield the tables of a forecast, and lines beside them."""
     batch = found.batch
     yield (
-        f"{found.name}: forecast of a step on {found.device}, {show_count(found.capacity_bytes, 'B')}; nothing was "
-        "loaded"
+        f"{found.name}: forecast of a step on {found.device}, {show_count(found.capacity_bytes, 'B')}; no weights "
+        "were loaded"
     )
     yield (
         f"   micro-batch: {batch.examples} x {batch.length}, {show_share(batch.trained_share)} of the positions "
@@ -221,7 +221,7 @@ def _main_table(found: Forecast) -> Table:
         add(label, lambda step, part=part: show_count(getattr(step.peak, part), "B"))  # type: ignore[misc]
     add("tensors of a step, at their peak", lambda step: f"{show_count(step.peak.total, 'B')}, {step.peak_phase}")
     if found.policy.comparison is not None:
-        add("in steps that compare themselves", lambda step: _show_total(step.comparison))
+        add("in steps that compare with the ordinary step", lambda step: _show_total(step.comparison))
     if found.policy.trial is not None:
         add("in trial passes before a step", lambda step: _show_total(step.trial))
     if found.has_probes:

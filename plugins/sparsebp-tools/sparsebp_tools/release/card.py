@@ -108,7 +108,7 @@ class Card:
         lines = ["\n".join(f"| {' | '.join(map(_escape, row))} |" for row in rows)]
         if any(one.low is not None for one in self.figures):
             lines.append(
-                f"The intervals are over the {judged} examples, in clusters: another draw of examples. They do "
+                f"The intervals cover another draw of the {judged} examples, which are drawn in clusters. They do "
                 "not cover other seeds."
             )
         if self.beside.seeds:
@@ -140,8 +140,8 @@ class Card:
             )
         if self.weights.kind == "best":
             yield (
-                f"Its step was chosen by `{self.weights.metric}` on the validation split, so that split's numbers "
-                "are too good."
+                f"Its step was chosen by `{self.weights.metric}` on the validation split, so the numbers on that "
+                "split look better than they are."
             )
         if self.weights.kind == "checkpoint" and self.weights.step < recipe["training"]["max_steps"]:
             yield f"Its training was not finished: {recipe['training']['max_steps']:,} steps were planned."
