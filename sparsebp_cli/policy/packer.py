@@ -129,7 +129,7 @@ BATCH_PACKER = Kind(
         ),
         Rule(
             "{other} and {policy} in one forward needs mode: exact: set this mode, or give one of them",
-            why="Mode detach treats some positions as constants, which it finds by example and position.",
+            why="With mode: detach, some positions are constants, found by example and position.",
             other={"kind": ("TokenSelector",), "mode": ("detach",)},
         ),
         one_process(

@@ -189,5 +189,7 @@ class WatchingPacks(Watching, Lossless):
 
 
 def test_a_kind_that_is_given_no_state_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="WatchingPacks keeps a state, which is not supported for a BatchPacker"):
+    with pytest.raises(
+        UnsupportedError, match="WatchingPacks keeps a state, but SparseBP supports no state for a BatchPacker"
+    ):
         train(WatchingPacks())

@@ -164,7 +164,7 @@ def test_tokens_report_what_was_carried_and_not_all(mode: str, gradient: str | N
         assert report.kept_share < 1.5 * report.chosen.carried_share * (0.5 if gradient else 1.0)
     assert report.whole_share is not None
     assert report.whole_share < (1.0 if mode == "exact" else 0.5)
-    assert "of 124 targets trained" in str(report)
+    assert "of 124 label positions trained" in str(report)
     assert "tensor(" not in str(report) + repr(report) + repr(report.chosen) + report.details()
 
 

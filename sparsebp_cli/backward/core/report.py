@@ -109,7 +109,7 @@ class Chosen:
         parts = (
             []
             if trained is None
-            else [f"{int(self.trained):,} of {int(self.targets):,} targets trained ({trained:.2%})"]
+            else [f"{int(self.trained):,} of {int(self.targets):,} label positions trained ({trained:.2%})"]
         )
         if carried is not None:
             parts.append(f"{int(self.carried):,} of {int(self.real):,} positions with a gradient ({carried:.2%})")

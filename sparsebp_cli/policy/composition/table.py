@@ -59,7 +59,7 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
             facts={"observes": (True,)},
         ),
         Rule(
-            "{policy} keeps a state, which is not supported for a {kind}",
+            "{policy} keeps a state, but SparseBP supports no state for a {kind}",
             policy={"stateful": (True,), **_of(known, lambda kind: not kind.keeps_state)},
         ),
         Rule(
