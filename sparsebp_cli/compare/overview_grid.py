@@ -236,8 +236,8 @@ def _describe_families(comparison: Comparison) -> str:
     tuned = any(one.quality.difference and one.quality.difference.choice_error for one in comparison.groups)
     values = "" if tuned else " The intervals leave out how the values of these recipes were chosen."
     return (
-        "Intervals to the baseline are simultaneous, and p is corrected (Holm), for quality, step time and memory of "
-        "all groups. Both use the spread of the group or of all groups, whichever is larger. Tested statements: "
+        "Intervals to the baseline are simultaneous, and p is corrected (Holm): both cover quality, step time and "
+        "memory of all groups. Both use the spread of the group or of all groups, the larger. Tested statements: "
         f"{counts}. The chance that any of them is false is at most 5%{each}{in_all}.{values}"
     )
 

@@ -31,7 +31,7 @@ class Random(StructuredSelector):
         work="(1 + 2 * keep) / 3",
         memory="As dense.",
         measured="Random rows trained better than rows of largest norm on the text of the Python documentation (log, "
-        "2026-11-21), and worse on CMUdict (2026-11-23).",
+        "2026-11-21), and worse on CMUdict (log, 2026-11-23).",
         code="acsl-technion/approx, BSD-3.",
     )
 

@@ -110,7 +110,7 @@ class RunFolder:
         """Return an explanation that the folder is gone, and how to continue the run."""
         return (
             f"its folder {self.path} was moved or deleted during the run: set SPARSEBP_HOME to the folder that now has "
-            f"runs/{self.run_id}; then `sparsebp resume {self.run_id}` continues from the last checkpoint"
+            f"runs/{self.run_id}, then run `sparsebp resume {self.run_id}`, which continues from the last checkpoint"
         )
 
     def read_plan(self) -> dict[str, Any]:

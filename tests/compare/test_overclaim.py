@@ -37,7 +37,7 @@ def test_a_claim_that_was_kept_but_for_rounding_is_left_alone(make_run: MakeRun)
 def test_the_reference_engine_is_named_as_the_reason(make_run: MakeRun) -> None:
     lines = _warnings(make_run, metrics=_proof(0.1, 1.0, 0.9), backward={"execution": "reference"})
     assert lines[0].endswith(
-        "(counted; this is expected, because backward.execution: reference computes every product)"
+        "were counted; this is expected, because backward.execution: reference computes every product"
     )
 
 
