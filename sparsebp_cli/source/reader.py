@@ -54,8 +54,8 @@ class UnpackBudget:
         """Raise DataError if ``size`` bytes exceed the limit."""
         if size > self.largest:
             raise DataError(
-                f"{file}: unpacks to more than {self.largest >> 20} MiB, which is over {MOST_TIMES} times its size; if "
-                "you trust the file, store it uncompressed, or read fewer rows with dataset.max_examples"
+                f"{file}: unpacks to more than {self.largest >> 20} MiB, over {MOST_TIMES} times its own size: store "
+                "it uncompressed if you trust it, or read fewer rows with dataset.max_examples"
             )
 
 

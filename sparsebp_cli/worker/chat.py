@@ -78,7 +78,7 @@ class _MarkedWriter(_Writer):
         if len(spans) != len(turns):
             raise DataError(
                 f"{one.place}: the chat template marks {len(spans)} parts with {{% generation %}} for {len(turns)} "
-                "messages of the assistant: message weights and 'train_on: last' need one part for each message"
+                "messages of the assistant: for message weights or 'train_on: last', it must mark one part per message"
             )
         chosen = [
             (begin, end, one.weights[number])
@@ -124,7 +124,7 @@ class _PrefixWriter(_Writer):
             return len(text)
         some = "message" if count == 1 else f"{count} messages"
         if prefix.error:
-            raise self._inconsistent(number, f"it fails for the first {some} without the rest ({prefix.error})")
+            raise self._inconsistent(number, f"it cannot render the first {some} alone ({prefix.error})")
         if not text.startswith(prefix.text):
             raise self._inconsistent(number, f"its whole text does not begin with its text for the first {some}")
         return len(prefix.text)

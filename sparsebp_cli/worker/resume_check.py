@@ -107,7 +107,7 @@ def find_journal_gaps(history: History, step: int, recipe: Recipe) -> list[str]:
         metric.EVAL_LOSS.name: [n for n in evaluated if n not in history.metrics.get(metric.EVAL_LOSS.name, {})],
     }
     return [
-        f"the event log has lost {what} of {_ranges(missing)}, before the checkpoint of step {step}"
+        f"the event log lacks {what} of {_ranges(missing)}, although the checkpoint of step {step} is later"
         for what, missing in due.items()
         if missing
     ]

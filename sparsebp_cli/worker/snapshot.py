@@ -118,7 +118,7 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
     if section.group_by is not None and batches[0] != batches[1]:
         raise UnsupportedError(
             f"{before} with {batches[0]} examples per micro-batch, but the plan sets {batches[1]}: "
-            f"'training.group_by: {section.group_by}' needs the same number"
+            f"with 'training.group_by: {section.group_by}', both must be equal"
         )
     # An additional process has no stored generators: seed them as at the start, but shifted, so that no numbers repeat.
     if ranks.rank >= count:

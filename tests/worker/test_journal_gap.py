@@ -36,7 +36,7 @@ def history(path: Any, steps: Iterable[int], evaluated: Iterable[int]) -> Histor
 )
 def test_lost_steps_are_named_with_their_metrics(tiny_recipe, tmp_path, steps, evaluated, found) -> None:
     lines = find_journal_gaps(history(tmp_path, steps, evaluated), 8, tiny_recipe())
-    assert [line.removeprefix("the event log has lost ").partition(", before")[0] for line in lines] == found
+    assert [line.removeprefix("the event log lacks ").partition(", although")[0] for line in lines] == found
 
 
 def edit_journal(run: RunFolder, keep: Callable[[Record], bool]) -> None:
@@ -56,10 +56,10 @@ def test_a_run_that_goes_on_tells_the_gap_and_writes_no_proof_twice(tiny_recipe,
         file.write(b"[]\n")
     assert work(run) == 0  # from step 8 on
     warnings = [text for _, level, text in History.load(run.path).notes if level == "warning"]
-    assert [text.partition(" of step")[0].partition(",")[0] for text in warnings if "lost" in text] == [
-        "the event log has lost train/loss"
+    assert [text.partition(" of step")[0].partition(",")[0] for text in warnings if "lacks" in text] == [
+        "the event log lacks train/loss"
     ]
-    assert "of step 7, before the checkpoint of step 8; going on from step 8" in " ".join(warnings)
+    assert "of step 7, although the checkpoint of step 8 is later; going on from step 8" in " ".join(warnings)
     assert any("cannot be read" in text for text in warnings)
     assert proofs_of(run) == proofs
 
