@@ -167,7 +167,7 @@ class LossReader:
         if not self._depends(losses, given, read, owners, count):
             return False
         self._purposes.append(
-            "it compares examples with each other, on purpose, as in-batch negatives and preference pairs do"
+            "it compares examples with each other on purpose, as losses with in-batch negatives or preference pairs do"
         )
         return True
 
@@ -176,8 +176,8 @@ class LossReader:
         found = self.recorder.find_coupling(losses, given, [call.forward for call in calls])
         if found:
             self._purposes.append(
-                "the gradient of an example's outputs depends on the outputs of other examples through values "
-                "without a gradient, such as weights that are normalised over the batch"
+                "an example's gradient depends on the outputs of other examples through values without a gradient, "
+                "such as weights that are normalised over the batch"
             )
         elif found is None and not self.unread:
             self.unread = (

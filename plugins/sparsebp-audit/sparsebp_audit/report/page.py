@@ -81,8 +81,8 @@ def _cell(value: float, unit: str = "") -> str:
 
 
 BOUND = (
-    "Savings are upper bounds by FLOPs and bytes: what a machine gains depends on its kernels. Findings do not "
-    "overlap. Saved bytes are those of one backward pass."
+    "Savings are upper bounds, from FLOPs and bytes: the time saved depends on the machine's kernels. No work is "
+    "in two findings. Saved bytes are those of one backward pass."
 )
 
 

@@ -153,7 +153,7 @@ class AuditReport:
         count = f"{len(self.findings)} finding{'s' * (len(self.findings) > 1)}"
         return (
             f"{count}: at most {self.wasted_flops_share:.1%} of the FLOPs of a step and "
-            f"{self.wasted_bytes_share:.1%} of the bytes could be left out exactly"
+            f"{self.wasted_bytes_share:.1%} of the bytes could be skipped without changing results"
         )
 
     def finding(self, kind: str) -> Finding | None:
