@@ -213,7 +213,7 @@ def test_bad_options_are_refused(options: Any, message: str) -> None:
         ({"rows": ["*.up"], "columns": ["0.*"]}, "'0.up' matches both rows and columns"),
         (
             {"rows": ["*.up"], "columns": ["0.down"], "coupled": True},
-            "'1.up' needs another linear layer in the same module, which the option columns must name",
+            "'1.up' is alone: the option columns must name another linear layer of the same module",
         ),
         ({"blocks": ["*"], "block_size": 4}, "blocks: '0.up' has 6 outputs, which must be a multiple of block_size 4"),
         (

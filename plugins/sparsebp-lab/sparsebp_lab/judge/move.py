@@ -85,7 +85,7 @@ def find_screen_move(gains: Sequence[float], aim: Aim) -> Move:
         case "pass":
             return Stake()
     mean = math.fsum(gains) / count
-    return Decide("not shown", f"dropped in the screening, after {count} runs with a mean gain of {mean:.4g}")
+    return Decide("not shown", f"dropped in the screening: the mean gain of {count} runs is {mean:.4g}")
 
 
 def find_pair_move(gains: Sequence[float], aim: Aim, bar: MoveBar) -> Move:

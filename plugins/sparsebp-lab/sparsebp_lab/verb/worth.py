@@ -83,17 +83,17 @@ def _explain(found: WorthAnswer, *, is_narrow: bool) -> Iterator[str]:
         yield short + LESSON[verdict]
     if any(map(_is_slower, found.policies)):
         yield (
-            "rate: noise shortens Adam's steps to this fraction. A higher learning rate partly makes up for "
+            "rate: fraction to which noise shortens Adam's steps. A higher learning rate partly makes up for "
             "this: tune the learning rate before you judge a policy by training."
         )
     if is_narrow:
         left_out = ", ".join(name for name in NUMBERS if name not in DECISIVE)
         yield f"The terminal is too narrow for {left_out}: widen it to {WIDE} characters, or give -o json."
     steps = ", ".join(map(str, found.steps))
-    metric = "in AdamW's metric" if found.metric == "adam" else "of plain gradients"
+    metric = "in AdamW's metric" if found.metric == "adam" else "on plain gradients"
     yield (
-        f"Cost: in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. Noise and "
-        f"bias: {metric}. 95 % intervals over {found.batches} batches at steps {steps}. "
+        f"Cost: in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')} each. Noise and "
+        f"bias: measured {metric}. 95 % intervals over {found.batches} batches at steps {steps}. "
         "docs/guide/worth.md explains the columns."
     )
 

@@ -76,8 +76,8 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
     def _can_be_shared_out(self) -> Self:
         if self.sensitivity_at is not None and not 1.0 / UNIT <= self.keep < 1.0:
             raise ValueError(
-                f"with sensitivity_at, keep must be in [{1 / UNIT}, 1), because a block is dropped in at most "
-                f"nine of ten steps, got {self.keep}"
+                f"with sensitivity_at, keep must be in [{1 / UNIT}, 1), got {self.keep}: each block is dropped in at "
+                "most nine of ten steps"
             )
         return self
 

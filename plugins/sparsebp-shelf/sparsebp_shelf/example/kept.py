@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Keep = Annotated[
     float,
     Field(
-        gt=0.0, le=1.0, description="Fraction of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
+        gt=0.0, le=1.0, description="Fraction of each batch's examples whose backward runs, in (0, 1]; 1.0 is dense."
     ),
 ]
 

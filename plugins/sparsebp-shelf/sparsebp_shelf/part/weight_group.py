@@ -162,8 +162,8 @@ def group_weights(
         if coupled and len({member.kind for member in group}) == 1:
             other = "columns" if group[0].kind == "rows" else "rows"
             raise PolicyError(
-                f"coupled: {group[0].weight.name!r} needs another linear layer in the same module, which the option "
-                f"{other} must name"
+                f"coupled: {group[0].weight.name!r} is alone: the option {other} must name another linear layer of "
+                "the same module"
             )
     return [WeightGroup(tuple(group), not whole) for group in members.values()]
 

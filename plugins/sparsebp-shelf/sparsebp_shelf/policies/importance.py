@@ -48,7 +48,7 @@ class Importance(Stateful[object], KeptExamples):
     former_options: ClassVar[tuple[tuple[str, object], ...]] = (("denominator", "targets"),)
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1 / 3, description="Fraction of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
+        1 / 3, description="Fraction of each batch's examples whose backward runs, in (0, 1]; 1.0 is dense."
     )
     threshold: Annotated[float, Field(ge=0.0)] | None = Field(
         None,

@@ -39,7 +39,7 @@ class Rho(KeptExamples, ReferenceReader):
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.1, description="Fraction of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
+        0.1, description="Fraction of each batch's examples whose backward runs, in (0, 1]; 1.0 is dense."
     )
 
     @property

@@ -58,8 +58,8 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
     history: NonNegativeInt = Field(
         0,
         description=(
-            "Number of most recent losses among which the loss of an example is ranked; the paper: 1024. 0: rank it "
-            "among the losses of its batch."
+            "Number of most recent losses among which SparseBP ranks the loss of an example; the paper: 1024. 0: only "
+            "the losses of its batch."
         ),
     )
 

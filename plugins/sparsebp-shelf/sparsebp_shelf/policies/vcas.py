@@ -68,14 +68,14 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
     tolerance: Annotated[float, Field(ge=0.0)] = Field(
         0.025,
         description=(
-            "Variance that the draw of examples may add, as a fraction of the variance between batches. 0: keep all "
+            "Variance that drawing examples may add, as a fraction of the variance between batches. 0: keep all "
             "examples."
         ),
     )
     row_tolerance: Annotated[float, Field(ge=0.0)] = Field(
         0.025,
         description=(
-            "Variance that the draw of rows may add at each linear layer, as a fraction of the variance between "
+            "Variance that drawing rows may add at each linear layer, as a fraction of the variance between "
             "batches. 0: keep all rows."
         ),
     )

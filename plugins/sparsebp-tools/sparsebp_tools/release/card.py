@@ -156,8 +156,8 @@ class Card:
             kind = model["quantization"]["type"]
             yield f"Its base was quantised to {kind}; these files store the dequantised numbers."
             yield (
-                "If you quantise it again, as in QLoRA, it loses most of what it learnt: continue with its adapter "
-                f"over {kind} instead."
+                "Quantised again, as in QLoRA, it loses most of what it learnt. To continue its training, use its "
+                f"adapter over {kind} instead."
             )
 
     def _repeat(self, recipe: dict[str, Any]) -> str:
