@@ -128,7 +128,7 @@ BATCH_PACKER = Kind(
             options={"fused_head": (False,)},
         ),
         Rule(
-            "{other} and {policy} in one forward needs mode: exact: set this mode, or give one of them",
+            "{other} and {policy} in one forward need mode: exact: set this mode, or give one of them",
             why="With mode: detach, some positions are constants, found by example and position.",
             other={"kind": ("TokenSelector",), "mode": ("detach",)},
         ),

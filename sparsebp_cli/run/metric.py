@@ -80,7 +80,7 @@ SGD_VARIANCE = Metric("fidelity/sgd_variance", about="variance of the dense grad
 NOISE_RATIO = Metric("fidelity/noise_ratio", "", "lower", "squared error of the policy over `fidelity/sgd_variance`")
 CHOICE_COST = Metric("choice/cost_ratio", "", "lower", "r: FLOPs of forward and backward over dense, at the start")
 CHOICE_SECONDS = Metric("choice/seconds_ratio", "", "lower", "time of forward and backward over dense", timing=True)
-CHOICE_SHARE = Metric("choice/share", "share", about="p: fraction of the targets or examples that is trained")
+CHOICE_SHARE = Metric("choice/share", "share", about="p: trained fraction of targets, examples, rows or entries")
 CHOICE_WORTH = Metric("choice/worth", "", "lower", "r / p: how many dense units a kept unit must replace")
 KEPT_SHARE = Metric("policy/kept_share", "share", about="fraction of gradient entries kept at the policy's sites")
 TRAINED_SHARE = Metric("policy/trained_share", "share", "", "fraction of the targets that is trained", "chosen targets")

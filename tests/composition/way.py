@@ -227,4 +227,4 @@ def _find_packing_refusal(first: Way, second: Way) -> str:
         return f"{both} is not supported: give one of them"
     if other.policy["mode"] == "exact":
         return ""
-    return f"{both} needs mode: exact: set this mode, or give one of them"
+    return f"{both} need mode: exact: set this mode, or give one of them"
