@@ -62,7 +62,9 @@ def test_whole_numbers_stay_whole_and_words_are_left_alone(write_study: Write) -
     for _ in range(4):
         loaded, stays = extend(loaded, [Tuned(v, float(str(v.combination[0][1]))) for v in loaded.variants])
     assert [*find_grid(loaded).values()] == [[4, 2, 1]]
-    assert stays == ["dense, topk: training.per_device_train_batch_size=1 is the least of its grid, extended 1 times"]
+    assert stays == [
+        "dense, topk: the best training.per_device_train_batch_size=1 is the least of its grid, extended 1 times"
+    ]
     words = STUDY.replace("training.learning_rate: [5e-4, 1e-3]", "training.lr_scheduler_type: [linear, cosine]")
     loaded = load_study(write_study(words + GROWS))
     assert extend(loaded, [Tuned(variant, 1.0) for variant in loaded.variants]) == (loaded, [])
