@@ -292,7 +292,7 @@ def test_half_keeps_the_contract() -> None:
         (_WrongWeight, "declares unbiased"),
         (_ClaimsToSkip, "returns Elements, but declares Rows"),
         (_BudgetOfNonsense, r"budget must be in \(0, 1\], got 1.5"),
-        (_UnequalExamples, "num_examples must be 1 or B"),
+        (_UnequalExamples, "num_examples must be 1, or B"),
         (_KeepAllIsNotDense, "keep=1.0 must be exact"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

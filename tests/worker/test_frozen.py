@@ -154,7 +154,7 @@ def test_a_claim_that_is_not_kept_is_found(tiny_recipe, prepared, monkeypatch) -
     train_alone([run])
     history = History.load(run.path)
     assert _last(history, "proof/excess_share") > 0.3
-    assert "but 100.0% were executed" in str(history.notes)
+    assert "but 100.0% were counted" in str(history.notes)
 
 
 def test_a_pattern_that_matches_nothing_ends_the_run_with_a_hint(tiny_recipe, prepared) -> None:

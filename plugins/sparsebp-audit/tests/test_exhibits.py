@@ -78,7 +78,7 @@ def test_weights_without_a_gradient_are_named_with_the_function() -> None:
 
 
 def test_rows_that_a_function_ends_are_counted() -> None:
-    note = next(note for note in _audit_layer(FirstRows).notes if " ends " in note)
+    note = next(note for note in _audit_layer(FirstRows).notes if " stops the gradient in " in note)
     assert note.startswith(f"FirstRows stops the gradient in {(ROWS - FIRST) / ROWS:.1%} of its rows")
 
 
