@@ -44,7 +44,8 @@ def test_a_run_with_few_flops_finishes_after_its_first_step(tiny_recipe, prepare
     loaded = load_folder(run)
     assert (loaded.state, loaded.finished, loaded.steps_to_end) == (State.FINISHED, True, 1)
     text = loaded.history.ends[-1]["text"]
-    assert text.startswith("training.max_flops: ") and " of 1 FLOPs are used" in text
+    assert text.startswith("training.max_flops: ")
+    assert " of 1 FLOPs are used" in text
     assert (run.path / "model" / "model.safetensors").is_file()
     assert len(loaded.evaluations("eval/loss")) == 2
     assert work(run) == 0  # finished is finished
