@@ -37,7 +37,6 @@ from sparsebp_cli.backward.observe.module_trace import ModuleTrace, is_in_backwa
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes, saved_bytes, tensor_bytes
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
 from sparsebp_cli.backward.proof.fidelity import Fidelity, GradientComparison, compare_gradients
-from sparsebp_cli.backward.proof.movement import Moved, Movement
 from sparsebp_cli.backward.proof.proof import Overclaim, PassCount, Proof
 
 __all__ = [
@@ -59,8 +58,6 @@ __all__ = [
     "HasLogits",
     "LayerNumbers",
     "ModuleTrace",
-    "Moved",
-    "Movement",
     "Overclaim",
     "PassCount",
     "PassEstimate",

@@ -65,7 +65,6 @@ def proof_table(proof: ProofValues, step: int) -> Table:
         "saved B": [_count(modules.sum("saved_bytes")) for modules in gathered],
         "of dense ": [_share(modules.share("saved_bytes", "dense_saved_bytes")) for modules in gathered],
         "kept": [_share(modules.mean("kept_share")) for modules in gathered],
-        "moved": [_share(modules.mean("moved_share")) for modules in gathered],
     }
     shown = {heading: cells for heading, cells in columns.items() if any(cells)}
     title = f"proof: FLOPs and bytes of one backward pass, counted at step {step}; `of dense`: divided by dense"

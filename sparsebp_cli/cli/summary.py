@@ -153,9 +153,6 @@ def _proof(history: History) -> str:
             f"{show_share(executed)} of the dense FLOPs at the policy's sites counted, {show_share(claimed)} estimated"
         )
         parts += ["the policy skipped less than its estimate"] if _is_broken(history) else []
-    moved, share = history.last(metric.MOVED_TENSORS.name), history.last(metric.MOVED_SHARE.name)
-    if moved is not None and share is not None:
-        parts.append(f"a step changed {moved:.0f} parameters, {show_share(share)} of the trained numbers")
     return "; ".join(parts)
 
 

@@ -63,8 +63,6 @@ CLAIMED_SHARE = Metric("proof/claimed_share", "share", "lower", "estimated FLOPs
 EXECUTED_SHARE = Metric("proof/executed_share", "share", "lower", "counted FLOPs of the sites' backward, over dense")
 EXCESS_SHARE = Metric("proof/excess_share", "share", "lower", "counted share above the rounded-up estimate; 0 if below")
 ROWS_SHARE = Metric("proof/rows_share", "share", "lower", "rows that linear layers multiply in backward, over dense")
-MOVED_TENSORS = Metric("proof/moved_tensors", "tensors", about="trained parameters that the step changed")
-MOVED_SHARE = Metric("proof/moved_share", "share", about="entries of trained parameters that the step changed")
 PROBE_DENSE_SECONDS = Metric("probe/dense_seconds", "s", "lower", "forward and backward, median of three", timing=True)
 PROBE_POLICY_SECONDS = Metric("probe/policy_seconds", "s", "lower", "forward and backward with the policy", timing=True)
 LIMIT = Metric("speed/ceiling", "x", "higher", "largest speed-up of forward and backward, by counted FLOPs")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Movement, Proof
+from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Proof
 from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.proof.proof import COLUMNS, Overclaim, kept_share
@@ -22,7 +22,7 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sgd_noise import Half, measure_sgd_variance
 from sparsebp_cli.worker.step_cost import RelativeCost
 from sparsebp_cli.worker.stopwatch import Stopwatch
-from sparsebp_cli.worker.trial_step import PassResult, RestOfUpdate, TrialStep, trainable_parameters
+from sparsebp_cli.worker.trial_step import PassResult, RestOfUpdate, TrialStep
 
 Values = dict[str, float | None]
 ROUNDING = 1e-8  # squared error over squared norm; below it a policy computes the dense gradient
@@ -45,8 +45,6 @@ class Measurement:
     rest: Callable[[], RestOfUpdate] = RestOfUpdate  # of the coming step, after its first micro-batch
     _layers: LayerNumbers = field(init=False)
     _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # tables in the event log, by step
-    _proof: Proof | None = None  # of the current step
-    _movement: Movement | None = None
     _judged: bool = False
     _judged_idle: bool = False
     _noted: set[str] = field(default_factory=set)
@@ -117,10 +115,11 @@ class Measurement:
             dense = policy = fidelity = None
             if probe_due:
                 probe = run_probe(trial, Stopwatch(self.device))
-                dense, policy, self._proof, values = probe.dense, probe.policy, probe.proof, probe.values
+                dense, policy, values = probe.dense, probe.policy, probe.values
                 if not (self._is_limited and self.price.due):
                     self.price.see_probe(price_pass(probe.proof, shape()), probe.kind)
                 self._judge(step, probe.proof)
+                self._write_proof(step, probe.proof.table())
             if fidelity_due:
                 dense, policy = dense or trial.run("dense"), policy or trial.run("policy")
                 fidelity = self._compare(trial, dense, policy)
@@ -130,35 +129,21 @@ class Measurement:
                     values |= _noise_values(overall, measure_sgd_variance(trial, dense.gradients, halves()))
             assert policy is not None
             self.journal.write("layers", step=step, values=self._layer_values(policy.report, fidelity))
-        if self._proof is not None:
-            self._movement = Movement(trainable_parameters(self.model, self.engine).items())
-        # On a CPU the copies of the parameters would count towards the step's peak, so stay paused until after().
-        if self._movement is None or self.device.type != "cpu":
-            self.peak.resume()
+        self.peak.resume()
         return values
 
-    def after(self, step: int) -> Values:
-        """Write the engine's new notes to the event log. Return how far a probed step moved the parameters."""
+    def note(self) -> None:
+        """Write the engine's new notes to the event log."""
         for key, text in self.engine.notes.items():
             if key not in self._noted:
                 self.journal.write("note", level="info", text=text)
         self._noted.update(self.engine.notes)
-        if self._proof is None or self._movement is None:
-            return {}
-        moved = self._movement.measure()
-        self._movement = None
-        self.peak.resume()
-        table = _with_movement(self._proof.table(), {name: (m.moved, m.entries) for name, m in moved.items()})
+
+    def _write_proof(self, step: int, table: dict[str, list[float | None]]) -> None:
         before = max((known for known in self._proofs if known <= step), default=None)
         if before != step and (before is None or table != self._proofs[before]):
             self._proofs[step] = table
-            self.journal.write("proof", step=step, values={"columns": [*COLUMNS, "moved_share"], "modules": table})
-        self._proof = None
-        entries = sum(m.entries for m in moved.values())
-        return {
-            metric.MOVED_TENSORS.name: float(sum(m.moved > 0 for m in moved.values())),
-            metric.MOVED_SHARE.name: sum(m.moved for m in moved.values()) / entries if entries else None,
-        }
+            self.journal.write("proof", step=step, values={"columns": COLUMNS, "modules": table})
 
     def _is_due(self, step: int, every: int | None) -> bool:
         """Return whether a measurement is due: at its interval, and once after warm-up, so that short runs have one."""
@@ -224,19 +209,6 @@ def _kept_by_part(report: Report, layers: LayerNumbers) -> dict[str, float | Non
     for site in report.sites:
         sites.setdefault(layers.part_of(site.name), []).append(site)
     return {part: kept_share(some) for part, some in sites.items()}
-
-
-def _with_movement(
-    table: dict[str, list[float | None]], moved: dict[str, tuple[int, int]]
-) -> dict[str, list[float | None]]:
-    by_module: dict[str, list[int]] = {}
-    for name, (some, entries) in moved.items():
-        counts = by_module.setdefault(name.rpartition(".")[0], [0, 0])
-        counts[0] += some
-        counts[1] += entries
-    empty: list[float | None] = [0.0] * 6 + [None] * 4
-    shares = {module: _short(some / entries) for module, (some, entries) in by_module.items()}
-    return {name: [*table.get(name, empty), shares.get(name)] for name in dict.fromkeys([*table, *shares])}
 
 
 def _fidelity_values(fidelity: Fidelity) -> Values:

@@ -192,7 +192,8 @@ class Training(Restorable):
             self.allowance.spend(values[metric.STEP_FLOPS.name])
             self._tell_graphs()
             self.step += 1
-            self._log(values | self.measurement.after(self.step))
+            self.measurement.note()
+            self._log(values)
             evaluation, is_best = self._evaluate_step()
             self._log(evaluation)
             if is_best or self.step % recipe.checkpoint.every == 0:

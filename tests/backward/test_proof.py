@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward import Movement, PassCount, Proof, count_flops, saved_bytes
+from sparsebp_cli.backward import PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.core.allowance import round_up
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.proof.proof import COLUMNS
@@ -174,24 +173,3 @@ def test_what_a_count_may_exceed_its_budget_by_is_one_unit(
     selection: Selection | None, budget: float, expected: float
 ) -> None:
     assert round_up(budget, selection, torch.zeros(10, 8)) == pytest.approx(expected)
-
-
-def test_movement_counts_entries_that_changed() -> None:
-    model = nn.Linear(4, 3)
-    before = Movement(model.named_parameters())
-    with torch.no_grad():
-        model.weight[1] += 1.0
-        model.bias[0] = math.nan
-    moved = before.measure()
-    assert (moved["weight"].moved, moved["weight"].entries, moved["weight"].share) == (4, 12, 1 / 3)
-    assert (moved["bias"].moved, moved["bias"].entries) == (1, 3)
-
-
-def test_an_update_too_small_for_bfloat16_moves_nothing() -> None:
-    model = nn.Linear(8, 8, dtype=torch.bfloat16)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    before = Movement([("weight", model.weight)])
-    model.weight.grad = torch.full_like(model.weight, 1e-4)
-    torch.optim.SGD([model.weight], lr=1.0).step()
-    assert before.measure()["weight"].moved == 0
