@@ -22,7 +22,7 @@ from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.run.visible import mask
 
 if TYPE_CHECKING:
-    from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
+    from sparsebp_cli.compare import Comparison, LoadedRun, Question
     from sparsebp_cli.compare.grid import Grid
 
 
@@ -39,15 +39,6 @@ class Direction(StrEnum):
 
     LOWER = "lower"
     HIGHER = "higher"
-
-
-class Axis(StrEnum):
-    """The x axis of a curve."""
-
-    STEP = "step"
-    TOKENS = "tokens"
-    COST = "cost"
-    WALL_TIME = "wall_time"
 
 
 RUNS = (
@@ -94,16 +85,6 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     output: Annotated[
         ComparisonFormat, typer.Option("-o", "--output", help="Format of the comparison.", rich_help_panel=SHOW)
     ] = ComparisonFormat.TABLE,
-    curves: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METRIC",
-            help="Show only the curve of this metric over the training.",
-            rich_help_panel=SHOW,
-            autocompletion=complete_metric,
-        ),
-    ] = None,
-    x: Annotated[Axis, typer.Option(help="With --curves: what the x axis shows.", rich_help_panel=SHOW)] = Axis.STEP,
     everything: Annotated[
         bool, typer.Option("--all", help="Show every table, with an explanation of its columns.", rich_help_panel=SHOW)
     ] = False,
@@ -118,9 +99,8 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Compare runs: quality, step time, cost and memory."""
     from sparsebp_cli.compare import check, compare_runs, find_outcomes, write_report
 
-    view = _view(curves, x)
     question = replace(
-        _question(metric, baseline, margin, curves, whole=html is not None),
+        _question(metric, baseline, margin, whole=html is not None),
         better=better.value if better else "",
     )
     found: Any = None
@@ -143,7 +123,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     more: Sequence[Grid] = find_studies("--study").make_grids(found, comparison) if found and is_whole else ()
     if html is not None:
         write_report(comparison, html, shlex.join(["sparsebp", *sys.argv[1:]]), more)
-    _print(comparison, output, view, more, everything=everything)
+    _print(comparison, output, more, everything=everything)
     if html is not None:
         print_line(f"report: {html}", stderr=True)
     for failure in failures:
@@ -226,7 +206,6 @@ def _question(
     metric: str | None,
     baseline: str | None,
     margin: str | None,
-    curves: str | None,
     *,
     whole: bool,
 ) -> Question:
@@ -235,29 +214,18 @@ def _question(
     named, allowed = parse_margin(margin) if margin is not None else (None, None)
     if named and metric and named != metric:
         raise UsageError(f"--margin names {named}, but --metric is {metric}: give both the same metric")
-    wanted = ([curves] if curves else []) + (list(REPORT_CURVES) if whole else [])
-    return Question(baseline, metric or named, allowed, tuple(wanted))
+    return Question(baseline, metric or named, allowed, REPORT_CURVES if whole else ())
 
 
-def _view(curves: str | None, x: Axis) -> View | None:
-    from sparsebp_cli.compare import View
-
-    if x is not Axis.STEP and curves is None:
-        raise UsageError("--x needs --curves METRIC")
-    return None if curves is None else View(curves, x.value)
-
-
-def _print(
-    comparison: Comparison, output: ComparisonFormat, view: View | None, more: Sequence[Grid], *, everything: bool
-) -> None:
+def _print(comparison: Comparison, output: ComparisonFormat, more: Sequence[Grid], *, everything: bool) -> None:
     from sparsebp_cli.compare import answer, render, table
 
     def show(found: Comparison) -> None:
         if output is not ComparisonFormat.TABLE:
-            print_line(render(found, output.value, view, more).rstrip("\n"))
-        elif everything or view is not None:
+            print_line(render(found, output.value, more).rstrip("\n"))
+        elif everything:
             # keep commands whole, for copying
-            console().print(*table(found, view, explained=everything, more=more), sep="\n", crop=False)
+            console().print(*table(found, more), sep="\n", crop=False)
         else:
             notes = [f"warning: {text}" for text in found.warnings]
             notes += [f"left out: {run.run_id} ({run.label}): {run.reason}" for run in found.runs if not run.counts]

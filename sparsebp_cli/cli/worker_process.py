@@ -9,18 +9,16 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 import typer
+from rich.text import Text
 
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.quantity import show_clock
 from sparsebp_cli.cli.screen import console, print_line
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_cli.run import home, interpreter
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_TO_END = 5.0
@@ -70,7 +68,6 @@ def _follow(process: subprocess.Popen[str], interrupts: Interrupts) -> dict[str,
             try:
                 record = records.get(timeout=0.1)
             except queue.Empty:
-                display.refresh()
                 continue
             if record is None or record["kind"] != "progress":
                 return record
@@ -106,33 +103,23 @@ def _last_line(file: IO[str]) -> str:
 
 
 class _Display:
-    """A bar in a terminal, else a line every few seconds; on standard error, since the result may go into a pipe."""
+    """A line with a spinner in a terminal, else a line every few seconds; on standard error, since the result may go
+    into a pipe."""
 
     def __init__(self) -> None:
-        self._console = console(stderr=True)
+        screen = console(stderr=True)
+        self._status = screen.status(Text("starting")) if screen.is_terminal else None
         self._start, self._shown = time.monotonic(), float("-inf")
         self._first_done: int | None = None
-        self._progress: Progress | None = None
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-
-            self._progress = Progress(
-                SpinnerColumn(),
-                BarColumn(20),
-                TextColumn("{task.fields[left]:>13}"),
-                TextColumn("{task.description}", markup=False),  # the console's own markup=False does not apply here
-                console=self._console,
-                transient=True,
-            )
-            self._progress.start()
-            self._task = self._progress.add_task("starting", total=None, left="")
+        if self._status is not None:
+            self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._status is not None:
+            self._status.stop()
 
     def add(self, what: str, done: int, total: int) -> None:
         """Show how far the process is."""
@@ -143,12 +130,9 @@ class _Display:
         if self._first_done is not None and done > self._first_done:
             seconds = (now - self._start) / (done - self._first_done) * (total - done)
             left = f"{show_clock(seconds)} left"
-        if self._progress is not None:
-            self._progress.update(self._task, description=what, completed=done, total=total or None, left=left)
+        text = "  ".join(part for part in (f"pass {done} of {total}" if total else "", what, left) if part)
+        if self._status is not None:
+            self._status.update(Text(text))
         elif now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
-            passes = f"pass {done} of {total}" if total else ""
-            print_line("  ".join(part for part in (passes, what, left) if part), stderr=True)
-
-    def refresh(self) -> None:
-        """Do nothing, because a terminal's spinner turns by itself."""
+            print_line(text, stderr=True)

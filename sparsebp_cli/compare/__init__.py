@@ -16,7 +16,6 @@ from sparsebp_cli.compare.margin import parse_margin
 from sparsebp_cli.compare.question import Question
 from sparsebp_cli.compare.render import FORMATS, answer, render, table
 from sparsebp_cli.compare.report import REPORT_CURVES, write_report
-from sparsebp_cli.compare.view import View
 
 __all__ = [
     "FORMATS",
@@ -27,7 +26,6 @@ __all__ = [
     "LoadedRun",
     "Question",
     "RunCandidate",
-    "View",
     "answer",
     "check",
     "choose",

@@ -91,7 +91,7 @@ class _Builder:
         self.metric = choose_metric(loaded, question)
         for name in question.curves:
             if name not in names.METRICS:  # if these runs lack a metric of SparseBP, give an empty curve instead
-                check_logged(loaded, name, "--curves")
+                check_logged(loaded, name, "curves")
         self.known = find_declared(loaded, self.metric)
         self.way = choose_way(question, self.metric, self.known)
         self.labels = label_groups(members)

@@ -15,7 +15,6 @@ from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
-from sparsebp_cli.compare.view import View, view_grid
 from sparsebp_cli.compare.words import say_briefly
 from sparsebp_cli.errors import UsageError, did_you_mean
 
@@ -25,29 +24,25 @@ FORMATS = ("json", "md")
 def render(
     comparison: Comparison,
     format: str,  # noqa: A002 - the option's own name
-    view: View | None = None,
     more: Sequence[Grid] = (),
 ) -> str:
-    """Return a comparison as ``json`` (everything, with ``schema``) or ``md``. ``view`` restricts ``md``; None means
-    everything. ``more`` are additional tables of ``md``. The text ends with a line break. Raise ``UsageError`` for
-    another format."""
+    """Return a comparison as ``json`` (everything, with ``schema``) or ``md``. ``more`` are additional tables of
+    ``md``. The text ends with a line break. Raise ``UsageError`` for another format."""
     if format == "json":
         return json.dumps(asdict(comparison), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     if format == "md":
-        return _to_markdown(comparison, view, more)
+        return _to_markdown(comparison, more)
     raise UsageError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}")
 
 
-def _to_markdown(comparison: Comparison, view: View | None, more: Sequence[Grid]) -> str:
+def _to_markdown(comparison: Comparison, more: Sequence[Grid]) -> str:
     lines: list[str] = []
-    for grid in [*grids(comparison), *more] if view is None else [view_grid(comparison, view)]:
+    for grid in [*grids(comparison), *more]:
         rule = ["---" if number < grid.aside else "--:" for number in range(len(grid.columns))]
         lines += [f"### {_cell(grid.title)}", "", _row(grid.columns), _row(rule)]
         lines += [_row(_embolden(grid, place)) for place in range(len(grid.rows))]
         lines += ["", *([_cell(grid.note), ""] if grid.note else [])]
         lines += ["```console", *(f"$ {command}" for command in grid.commands), "```", ""] if grid.commands else []
-    if view is not None:
-        return "\n".join(lines)
     if comparison.warnings:
         lines += ["### Warnings", "", *(f"- {_cell(warning)}" for warning in comparison.warnings), ""]
     lines += [
@@ -81,20 +76,16 @@ def answer(comparison: Comparison) -> list[RenderableType]:
     return [*said, _Fitting(answer_grid(comparison), is_short=True)]
 
 
-def table(
-    comparison: Comparison, view: View | None = None, *, explained: bool = True, more: Sequence[Grid] = ()
-) -> list[RenderableType]:
-    """Return tables, then warnings, then a verdict for each group; for a single view only its tables. ``explained``
-    adds the meaning of the columns. ``more`` are additional tables of the whole."""
+def table(comparison: Comparison, more: Sequence[Grid] = ()) -> list[RenderableType]:
+    """Return tables with the meaning of their columns, then warnings, then a verdict for each group. ``more`` are
+    additional tables."""
     parts: list[RenderableType] = []
-    for grid in [*grids(comparison), *more] if view is None else [view_grid(comparison, view)]:
+    for grid in [*grids(comparison), *more]:
         parts.append(_Fitting(grid))
-        if grid.note and (explained or not grid.rows):
+        if grid.note:
             parts.append(Text(grid.note, style="dim"))
         parts += map(_Command, grid.commands)
         parts.append(Text())
-    if view is not None:
-        return parts[:-1]
     parts += [Text.assemble(("warning: ", "yellow"), warning) for warning in comparison.warnings]
     parts += [Text.assemble((f"{group.label}: ", "bold"), group.verdict) for group in comparison.groups]
     return parts

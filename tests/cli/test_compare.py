@@ -114,24 +114,17 @@ def test_a_gate_ends_with_1_and_says_why(call: Cli, study: list[RunFolder]) -> N
     assert (wrong.returncode, wrong.stdout) == (2, "")
 
 
-def test_views_and_the_report_are_written(call: Cli, study: list[RunFolder], tmp_path: Path) -> None:
+def test_the_report_is_written(call: Cli, study: list[RunFolder], tmp_path: Path) -> None:
     done = call("compare", "dense", "sparse", "--html", "a.html")
     assert done.stderr == "report: a.html\n"
     assert "sparsebp compare dense sparse --html a.html" in (tmp_path / "a.html").read_text()
-    for view in (["--curves", "eval/loss", "--x", "wall_time"],):
-        done = call("compare", "dense", "sparse", *view)
-        assert done.returncode == 0, done.stderr
-        assert "In words" not in done.stdout
-        assert "baseline." not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--x", "tokens"], "--x needs --curves METRIC"),
         (["--margin", "eval/loss"], "--margin must be a number above 0"),
         (["--margin", "eval/loss=1", "--metric", "train/loss"], "--margin names eval/loss, but --metric is train/loss"),
-        (["--curves", "eval/los"], "--curves must be a metric that these runs logged"),
         (["--where", "keep<"], "--where: expected a value"),
     ],
 )

@@ -45,7 +45,7 @@ def test_metrics_and_policies_are_completed_with_a_help_text() -> None:
     [
         (["run", "r.yaml", "--set"], "training.max_st", "training.max_steps="),
         (["compare", "--metric"], "eval/l", "eval/loss"),
-        (["compare", "--curves"], "train/lo", "train/loss"),
+        (["compare", "--metric"], "train/lo", "train/loss"),
         (["policies"], "tokens", "tokens"),
         (["bench"], "dropb", "dropbp"),
         (["recipes", "copy"], "topk", "topk-rows"),

@@ -83,14 +83,6 @@ def test_notes_that_have_no_room_are_counted(make_run: MakeRun) -> None:
     assert "warning: the 39th thing" in CliRunner().invoke(app, ["show", runs[0].run_id, "--all"]).output
 
 
-def test_a_single_table_is_explained_only_when_everything_is_asked_for(make_run: MakeRun) -> None:
-    ids = [run.run_id for run in make_groups(make_run, 2)]
-    plain = CliRunner().invoke(app, ["compare", *ids, "--curves", "eval/loss"]).output
-    explained = CliRunner().invoke(app, ["compare", *ids, "--curves", "eval/loss", "--all"]).output
-    assert "of the last value up to this point" not in " ".join(plain.split())
-    assert "of the last value up to this point" in " ".join(explained.split())
-
-
 def test_the_summary_of_a_run_has_at_most_12_lines(make_run: MakeRun) -> None:
     values = {f"{part}/{name}": 0.5 for part in ("eval", "test") for name in JUDGED} | {"test/loss": 3.0}
     values |= {"speed/speedup": 1.5, "flops/step": 2e12, "flops/step_dense": 3e12, "memory/weight_bytes": 1e9}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sparsebp_cli.compare import View, compare_runs
+from sparsebp_cli.compare import compare_runs
+from sparsebp_cli.compare.curve_grid import curve_grid
 from sparsebp_cli.compare.overview_grid import quality_grids
 from sparsebp_cli.compare.statistics import paired_difference
 from sparsebp_cli.compare.trade import find_trades
-from sparsebp_cli.compare.view import view_grid
 from sparsebp_cli.run import RunFolder
 from tests.compare.conftest import MakeRun
 
@@ -40,7 +40,7 @@ def test_quality_against_cost_agrees_with_the_pairs_that_a_policy_lost(
 def test_curves_stand_beside_each_other_over_the_shared_seeds(lopsided: list[RunFolder]) -> None:
     found = compare_runs(lopsided)
     assert found.shared_seeds == (0, 1, 2)
-    grid = view_grid(found, View("eval/loss"))
+    grid = curve_grid(found, "eval/loss")
     last = grid.rows[-1]
     assert last[1].startswith("3.010")
     assert last[2].startswith("3.030")

@@ -14,6 +14,7 @@ from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.comparison import Comparison, Group, Kind
 from sparsebp_cli.compare.control import WORDS
+from sparsebp_cli.compare.curve_grid import curve_grid
 from sparsebp_cli.compare.family import CLAIMS
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import flatten
@@ -22,7 +23,6 @@ from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.page import check_path, render
 from sparsebp_cli.compare.report.headline import find_withheld, join_names, make_headline
 from sparsebp_cli.compare.trade import find_trades
-from sparsebp_cli.compare.view import View, view_grid
 from sparsebp_cli.compare.words import say
 from sparsebp_cli.run import durable, metric
 from sparsebp_cli.run.visible import make_visible, mask
@@ -62,7 +62,7 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
             environment_grid(comparison),
         ]
     )
-    curve_grids = _filled(view_grid(comparison, View(name)) for name in curves)
+    curve_grids = _filled(curve_grid(comparison, name) for name in curves)
     missing = _missing_controls(comparison)
     return render(
         __package__,
