@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.policy.error_text import show
-
 if TYPE_CHECKING:
     from sparsebp_cli.recipe import Recipe
 
@@ -18,6 +16,7 @@ def find_idle_keys(recipe: Recipe, folders: Sequence[Path]) -> Iterator[str]:
     """Yield a sentence for each key that differs from its default and has no effect. These are no errors: a base
     recipe may set such a key for others, and a study may vary what makes it idle. Relative paths are searched in the
     folders in order."""
+    from sparsebp_cli.policy.error_text import show
     from sparsebp_cli.source import DATASETS, MODELS, find_source
 
     data, training, checkpoint, target = recipe.dataset, recipe.training, recipe.checkpoint, recipe.target.options

@@ -130,7 +130,7 @@ def test_a_repeated_seed_whose_quality_is_not_finite_is_told_without_a_deviation
 ) -> None:
     again = [make_run(metrics={"eval/loss": value}) for value in values]
     found = compare_runs([*again, make_run("dense", 1)])
-    told = f"seed 0 was run 2 times (eval/loss {values[0]:.5g}, {values[1]:.5g}); the first counts"
+    told = f"2 runs have seed 0 (eval/loss {values[0]:.5g}, {values[1]:.5g}); the comparison uses the first"
     assert any(told in warning for warning in found.warnings)
 
 
