@@ -98,6 +98,23 @@ def test_a_budget_ends_it_early_and_a_larger_one_goes_on(file: Path) -> None:
     assert more.to_facts()["answered"] is True
 
 
+def test_the_estimate_of_more_seeds_uses_the_worst_case_that_will_be_staked(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[float] = []
+
+    def forecast(gains: object, worst: float, *_: object) -> None:
+        used.append(worst)
+
+    monkeypatch.setattr("sparsebp_lab.judge.answer.forecast", forecast)
+    found = answer(make_session(file, BETTER, budget=f"{6 * 20e9:g}", effect=0.2, worst=None))
+    assert found.question.bar is None  # still screening
+    assert found.more_seeds is None
+    assert found.question.aim is not None
+    assert found.question.aim.run_spread != found.question.aim.effect
+    assert used == [pytest.approx(20 * found.question.aim.run_spread)]  # standard deviations of a run, not effects
+
+
 def test_a_signal_that_leaves_a_question_open_gives_the_exit_code(file: Path) -> None:
     session = make_session(file, BETTER)
     session.is_stopped = True

@@ -140,7 +140,8 @@ class JudgeAnswer:
             gains, spread = self.question.gains("pairs"), aim.effect / bar.design
             return forecast(gains, bar.worst, aim.effect, spread, bar.needed)
         spread = aim.effect / find_design(aim.effect, aim.pair_spread)
-        gains, worst = self.question.gains("screen"), self.question.asked.get("worst") or WORST * aim.effect
+        gains = self.question.gains("screen")
+        worst = self.question.asked.get("worst") or WORST * (aim.run_spread or aim.effect)  # as `Session` stakes
         found = forecast(gains, worst, aim.effect, spread, find_needed(find_free(self.book.taken)))
         return None if found is None else found + len(gains)  # screen runs do not count
 

@@ -56,6 +56,7 @@ class Aim:
     effect: float  # the gain to find, in the metric's unit
     pair_spread: float  # standard deviation of a pair in the screen, as known then
     margin: float | None = None  # within it both count as equal; None: not asked
+    run_spread: float = 0.0  # standard deviation of the baseline's runs, as known then
 
 
 @dataclass(frozen=True)
