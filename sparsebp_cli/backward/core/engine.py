@@ -141,7 +141,7 @@ class Engine:
             raise UsageError("engine.backward was called inside another engine.backward: call them one after the other")
         loss = settle(loss)
         if self.enabled:
-            self._enable(True)  # see _note_call; autograd adds nothing to a leaf that no longer requires a gradient
+            self._refreeze()  # autograd adds nothing to a leaf that no longer requires a gradient
             self._places.check()
             self._check_site_in_graph(loss)
             self._trials.check_made(self._clock.now())
@@ -211,8 +211,8 @@ class Engine:
         batches, wanted = [forward, *others], self._trials.count_batches(self._clock.now())
         if wanted > len(batches):
             raise UsageError(
-                f"a policy needs {wanted} micro-batches for its trial passes, got {len(batches)}: pass the other "
-                f"{wanted - 1} to engine.run_trials(forward, others=[...])"
+                f"a policy needs {wanted} micro-batches for its trial passes, got {len(batches)}: call "
+                f"engine.run_trials(forward, others=[...]) with {wanted - 1} in others"
             )
 
         def run_pass(trial: TrialPass) -> None:
@@ -282,8 +282,7 @@ class Engine:
 
     def _note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the call of a training forward whose graph the engine will read."""
-        if self.enabled:  # a script, or peft's disable_adapter(), may have set requires_grad of frozen parameters
-            self._enable(True)
+        self._refreeze()
         number = self._counter.num_backwards + 1
         if self._calls is not None and self.enabled and not self._clock.draw and not number & (number - 1):
             self._calls.append(CallShape.of(args, kwargs))
@@ -559,6 +558,11 @@ class Engine:
         self.enabled = self.decisions.enabled = enabled
         for extension in self.extensions:
             extension.enable(enabled)
+
+    def _refreeze(self) -> None:
+        for extension in self.extensions:
+            if "refreeze" in extension.hooks:
+                extension.refreeze()
 
     def _start_step(self, step: Step) -> None:
         for extension in self.extensions:

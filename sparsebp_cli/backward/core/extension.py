@@ -180,6 +180,10 @@ class EngineExtension:
         """Receive the arguments of the coming forwards of one step; return whether they share a prefix."""
         return False
 
+    def refreeze(self) -> None:
+        """Freeze again what the policy does not train at this step. A script or peft's disable_adapter() may have set
+        ``requires_grad`` since the step began."""
+
     def finish_pass(self) -> None:
         """Finish the backward of a micro-batch, such as the backward of data that it was the last to read."""
 
@@ -286,5 +290,5 @@ def refuse_uncalled(policy: Policy, model: nn.Module) -> NoReturn:
         )
     raise UsageError(
         f"{type(policy).__name__} was not called: no training forward of {type(model).__name__} ran before the "
-        "backward; call the whole model after attach, not its parts or a forward stored before attach"
+        "backward; call the whole model, not only its parts, and no model.forward that you stored before attach"
     )

@@ -90,6 +90,10 @@ class ParameterExtension(EngineExtension):
                 parameter.requires_grad_(True)
                 self._frozen_here.remove(name)
 
+    @override
+    def refreeze(self) -> None:
+        self.enable(self._enabled)
+
     def start_step(self, step: Step) -> None:
         before, self._trained = self._trained, self._select(step)
         if self._policy.drops_state and self._optimizer is not None:
@@ -126,11 +130,11 @@ class ParameterExtension(EngineExtension):
         count = sum(p.num_entries for p in self.parameters if p.name in self._trained)
         total = sum(p.num_entries for p in self.parameters)
         tensors = f"{len(self._trained)} of {len(self.parameters)} trainable tensors"
-        return f"{tensors}, {count:,} of {total:,} numbers, are trained"
+        return f"{tensors} ({count:,} of {total:,} values) are trained"
 
     def _describe_shared(self) -> str:
         shared = [p for p in self.parameters if p.aliases and p.name in self._trained]
-        return "".join(f"; {p.name} is shared with {', '.join(p.aliases)}: its gradient needs both" for p in shared)
+        return "".join(f"; {p.name} is also {', '.join(p.aliases)}: its gradient comes from both uses" for p in shared)
 
 
 class _DetachLeaf(NotCopyable):
