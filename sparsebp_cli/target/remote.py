@@ -42,11 +42,12 @@ class RemoteJob(RunHandle):
             return self.status()
         durable.write_file(self._run.cancel_file, str(grace_seconds))
         unreachable_since, before = time.monotonic(), self._last_attempt()
+        is_outage = self.status() is State.UNREACHABLE  # otherwise a single answer that fails is no outage
         while not self.settled():
             latest = self._last_attempt()  # before the status, which must not be older
             if self.status() is not State.UNREACHABLE:
-                unreachable_since = time.monotonic()
-            elif latest != before or time.monotonic() - unreachable_since > PATIENCE_SECONDS:
+                unreachable_since, is_outage = time.monotonic(), False
+            elif (is_outage and latest != before) or time.monotonic() - unreachable_since > PATIENCE_SECONDS:
                 break  # the remote runner tried again in vain; it cancels the run as soon as the target answers
             time.sleep(POLL_SECONDS)
         return self.status()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +112,28 @@ def test_a_cancellation_of_a_target_that_answers_again_is_carried_out_at_once(
     fake.engine.mend()
     monkeypatch.setattr("sparsebp_cli.target.remote.PATIENCE_SECONDS", 10.0)
     assert job.cancel() is State.CANCELLED
+
+
+def test_a_cancellation_waits_for_a_target_that_fails_to_answer_only_once(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("slow")
+    job = fake.submit(run)
+    wait_for_step(run)
+    cut: list[float] = []
+
+    def wait(seconds: float) -> None:  # the first pause of the cancellation: the line is cut, and mended later
+        if not cut:
+            fake.engine.cut()
+            until(lambda: job.status() is State.UNREACHABLE)
+            threading.Timer(1.0, fake.engine.mend).start()
+        cut.append(seconds)
+        time.sleep(seconds)
+
+    monkeypatch.setattr("sparsebp_cli.target.remote.time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    run.cancel_file.unlink(missing_ok=True)
+    assert job.cancel() is State.CANCELLED
+    assert cut
 
 
 def test_a_worker_that_is_lost_is_interrupted_with_what_was_seen_of_it(fake: FakeTarget) -> None:

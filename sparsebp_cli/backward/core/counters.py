@@ -12,7 +12,7 @@ from sparsebp_cli.backward.observe.dense_graph import CallShape
 from sparsebp_cli.backward.observe.loss_graph import Products
 
 CountDense = Callable[[CallShape], Products | None]
-_UNTRACED = "a policy skipped work in the forward, so the dense backward could not be counted"
+_UNTRACED = "a policy skipped work in the forward, so the FLOPs of the dense backward could not be counted"
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class SiteDecisions:
             found = [policy for policy, scope in (*self._scopes, *others) if scope.contains(name, layer_of(name))]
             if len(found) > 1:
                 one, two = (type(policy).__name__ for policy in found[:2])
-                raise UsageError(f"{one} and {two} both act at {name!r}: separate them by the options where or layers")
+                raise UsageError(f"{one} and {two} cannot both act at {name!r}: separate them with where= or layers=")
 
     def sites_of(self, selector: GradientSelector, sites: Iterable[Site]) -> list[Site]:
         """Return the sites among ``sites`` at which a selector decides."""
@@ -296,7 +296,7 @@ def _claim(work: SiteCost, rule: _Rule | None, budget: Budget) -> FlopEstimate:
     split = rule.policy.split if isinstance(rule.policy, InformedSelector) else None
     if split is None:
         return work.claim(rule.selection, max(budget.dgrad, budget.wgrad))
-    assert isinstance(work, SplitCost), "refused at attach"
+    assert isinstance(work, SplitCost), "attach should have refused it"
     return work.claim_split((split.dgrad, budget.dgrad), (split.wgrad, budget.wgrad))
 
 

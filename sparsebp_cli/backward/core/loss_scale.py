@@ -43,7 +43,7 @@ def refuse_scale() -> NoReturn:
     """Raise :class:`UnsupportedError`: an eager update frees gradients before a scaler could divide them."""
     raise UnsupportedError(
         "update='eager' with a GradScaler is not supported: parameters would be updated before the gradients are "
-        "scaled back; use bfloat16, or update='deferred'"
+        "unscaled; use bfloat16, or update='deferred'"
     )
 
 

@@ -324,11 +324,11 @@ class Report:
         for title, names in (("not covered", self.not_covered), ("never called", self.never_called)):
             lines += [f"{title}:", *(f"  {name}" for name in names)] if names else []
         if self.whole is not None and self.whole.elsewhere:
-            lines += ["share of the whole backward outside of sites:"]
+            lines += ["FLOPs outside of sites, as fractions of the whole backward:"]
             lines += [f"  {share:7.2%}  {name or _OTHERS}" for name, share in self.whole.elsewhere]
         lines += ["notes:", *(f"  {note}" for note in self.notes)] if self.notes else []
         width = max((len(site.name) for site in self.sites), default=0)
-        lines += [f"{'site':<{width}}  {'calls':>7}  {'kept':>7}  {'claimed':>7}  {'dense FLOPs':>11}"]
+        lines += [f"{'site':<{width}}  {'calls':>7}  {'kept':>7}  {'remain':>7}  {'dense FLOPs':>11}"]
         for site in self.sites:
             claimed = site.claimed_flops / site.dense_flops if site.dense_flops else None
             figures = (
@@ -358,7 +358,7 @@ class Report:
             yield "chosen", self.chosen.describe()
         if self.route is not None:
             nodes = f"{self.route.nodes_reached:.1f} of {self.route.num_nodes / self.route.num_backwards:.1f}"
-            yield "route", f"{nodes} nodes reached per pass, {_count(len(self.route.parameters), 'parameter')}"
+            yield "route", f"gradients reach {nodes} nodes per pass, {_count(len(self.route.parameters), 'parameter')}"
         shares = {} if self.whole is None else dict(self.whole.elsewhere)
         yield "not covered", _name(self.not_covered, shares)
         yield "never called", _name(self.never_called if self.num_backwards else ())
@@ -371,7 +371,7 @@ class Report:
 
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-_OTHERS = "with no parameter, such as queries times keys"
+_OTHERS = "products without a parameter, such as queries times keys"
 
 
 def _digits(share: float | None) -> str:

@@ -47,6 +47,6 @@ class Scope:
 def _number(layers: list[int], num_layers: int) -> frozenset[int]:
     wrong = [layer for layer in layers if not -num_layers <= layer < num_layers]
     if wrong:
-        allowed = f"{-num_layers} to {num_layers - 1}" if num_layers else "none: no layers were found"
+        allowed = f"{-num_layers} to {num_layers - 1}" if num_layers else "none, because SparseBP found no layers"
         raise UnsupportedError(f"layers: the model has no layer {wrong[0]}; allowed: {allowed}")
     return frozenset(layer % num_layers for layer in layers)
