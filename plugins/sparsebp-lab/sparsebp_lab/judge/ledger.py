@@ -180,7 +180,7 @@ class Book:
 def _take(one: LedgerQuestion, entry: Entry) -> None:
     match entry["kind"]:
         case "aimed":
-            one.aim = Aim(entry["effect"], entry["pair_spread"], entry["margin"], entry["run_spread"])
+            one.aim = Aim(entry["effect"], entry["pair_spread"], entry["margin"], entry.get("run_spread", 0.0))
         case "staked":
             worst = entry["worst"] if "worst" in entry or one.aim is None else WORST * one.aim.effect  # 0.5: none
             one.place, one.bar = entry["place"], MoveBar(entry["design"], entry["needed"], worst)
