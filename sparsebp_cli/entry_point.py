@@ -31,7 +31,7 @@ def find_version(package: str) -> str:
 
 def tell_home(package: str) -> str:
     """Return the end of a sentence: which package of this repository provides something, and how to install it."""
-    return f"in the package {package}: python -m pip install {package}, or plugins/{package} of a checkout"
+    return f"in the package {package}: python -m pip install {package} (in a checkout: ./plugins/{package})"
 
 
 def import_moved(module: str, name: str, homes: Mapping[str, str]) -> Any:

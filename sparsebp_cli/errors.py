@@ -117,7 +117,7 @@ class ChangedError(UsageError):
             return
         shown = ", ".join(map(str, changes))
         options = " ".join(f"--allow-change {change[0]}" for change in changes)
-        super().__init__(f"changed since {where}: {shown}; `sparsebp resume {run_id} {options}` accepts this")
+        super().__init__(f"changed since {where}: {shown}; if this is intended: `sparsebp resume {run_id} {options}`")
 
 
 class RunNotFoundError(SparseBPError):
@@ -242,15 +242,15 @@ _SYSTEM = {
     "-v`",
     errno.EMFILE: "too many files are open: raise `ulimit -n`",
     errno.ENFILE: "too many files are open on this machine: end other programs",
-    errno.ENOSYS: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
+    errno.ENOSYS: "the file system cannot do this (for example, lock a file): set SPARSEBP_HOME to a local disk",
     errno.ENOLCK: "the file system has no locks: set SPARSEBP_HOME to a local disk",
-    errno.EOPNOTSUPP: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
-    errno.ESTALE: "the file server has lost this file: mount it again, then repeat the command",
+    errno.EOPNOTSUPP: "the file system cannot do this (for example, lock a file): set SPARSEBP_HOME to a local disk",
+    errno.ESTALE: "the file server has lost this file: mount its folder again, then repeat the command",
     errno.EXDEV: "source and destination are on two file systems: keep the whole folder of runs on one",
     errno.ENAMETOOLONG: "the name is too long for a file",
     errno.EISDIR: "is a folder, but a file is expected",
     errno.ELOOP: "the link leads back to itself: remove it",
-    errno.EBUSY: "it is in use, such as a mount point: unmount it first",
+    errno.EBUSY: "it is in use, perhaps as a mount point: unmount it first",
 }
 
 

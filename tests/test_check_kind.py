@@ -108,7 +108,7 @@ def test_a_broken_kind_is_named_where_its_policy_is_refused_and_harms_no_other(
     assert find_kinds().kinds == INSTALLED
     policy = importlib.import_module("sparsebp_depth").RandomDepth()
     with pytest.raises(
-        UnsupportedError, match=r"its class derives from no installed kind of policy; .* Installed: Grad"
+        UnsupportedError, match=r"must derive from an installed kind of policy; .* Installed: Grad"
     ) as raised:
         sbp.attach(nn.Linear(2, 2), policy)
     assert f"'depth' of sparsebp-depth 0.1.0 is broken: {problem}" in str(raised.value)
@@ -206,7 +206,7 @@ def test_a_broken_promise_of_an_extension_is_named(
 @pytest.mark.parametrize(
     ("change", "promise"),
     [
-        ({"suite": ""}, "has no suite"),
+        ({"suite": ""}, "has no test suite"),
         ({"suite": "sparsebp_depth.suite:nothing"}, "cannot be imported: AttributeError"),
         ({"extensions": ()}, "no code applies its policies"),
     ],

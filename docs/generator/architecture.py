@@ -8,7 +8,7 @@ from pathlib import Path
 from generator.markdown import code, head, table
 
 FOUND = Path("docs/reference/architectures.json")
-NO_LAYOUT = "token selection does not know "
+NO_LAYOUT = "token selection does not support the layer "
 WAY_OUT = ": train it without"  # how a sentence goes on that is the same for all
 PLUGIN = "use another policy, or"  # how the reason starts where none is known
 TEXT = """\

@@ -77,7 +77,7 @@ class FolderEngine(TargetEngine):
         try:
             (part / run.run_id).rename(self._place(run))  # if two remote runners start a run at once, one succeeds
         except OSError:
-            raise RunBusyError(f"run {run.run_id} is there already") from None
+            raise RunBusyError(f"run {run.run_id} already exists in {self._options.there}") from None
         # A worker that inherited this process's output would keep the client waiting.
         none = subprocess.DEVNULL
         subprocess.Popen(self.command(run), start_new_session=True, stdin=none, stdout=none, stderr=none)
@@ -87,7 +87,7 @@ class FolderEngine(TargetEngine):
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:  # noqa: ARG002 - the run says where
         place = self._place(run)
         if not place.exists():
-            return WorkerStatus(Phase.OVER, text="its folder is gone", gone=True)
+            return WorkerStatus(Phase.OVER, text="the run's folder does not exist any more", gone=True)
         code = place / "code"
         if code.exists():
             return WorkerStatus(Phase.OVER, read_exit_code(int(code.read_text(encoding="ascii"))))
@@ -116,7 +116,7 @@ class FolderEngine(TargetEngine):
     def check(self) -> Iterator[CheckResult]:
         there = self._options.there
         if there.exists() and not there.is_dir():
-            yield CheckResult("fail", "folder", f"{there} is a file", "name a folder")
+            yield CheckResult("fail", "folder", f"{there} is a file", "set the key there to a folder")
         else:
             yield CheckResult("ok", "folder", str(there))
 

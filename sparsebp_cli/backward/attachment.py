@@ -118,7 +118,7 @@ def attach(
         others = [(saving.policy, saving.scope) for saving in savings]
         decisions.check_disjoint(adapter.names, layers.number_of, others)
     for saving in savings:
-        assert isinstance(adapter, LinearAdapter), "refused at other sites"
+        assert isinstance(adapter, LinearAdapter), "attach refuses saved inputs at other sites"
         adapter.save_by(saving)
     attached = Engine(
         adapter,
@@ -306,4 +306,4 @@ def check_scoring(
         raise UsageError(f"reference must be a model or {BATCH!r}, got {reference!r}")
     runs = any(find_facts(policy).get("runs_reference") for policy in policies)
     if reference is not None and not readers and not (runs and not isinstance(reference, str)):
-        raise UsageError("no policy uses a reference: leave out attach(reference=...)")
+        raise UsageError("no policy uses a reference: leave the argument reference out of attach")

@@ -115,7 +115,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     comparison = compare_runs(chosen, question)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):
-        warning = f"--where selects runs by outcome ({', '.join(outcomes)}): the numbers here leave out the other runs"
+        warning = f"--where selects runs by outcome ({', '.join(outcomes)}), which biases all numbers shown here"
         comparison = replace(comparison, warnings=(warning, *comparison.warnings))
     # Do everything that can raise an error before printing anything.
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
@@ -176,7 +176,7 @@ def find_folder(place: str) -> Path:
 
         return open_archive(path)
     if not path.is_dir():
-        cure = "; runs cannot be read from MLflow: write an archive with `sparsebp archive` on their machine"
+        cure = "; runs cannot be read from MLflow: write an archive with `sparsebp archive` on the machine of the runs"
         cure = cure if "://" in place else ""
         raise UsageError(f"--from must be a folder of runs or an archive, got {mask(place)!r}{cure}")
     return path

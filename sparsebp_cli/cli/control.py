@@ -28,8 +28,8 @@ def resume(
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="Continue although FIELD has changed since the run began. FIELD is a recipe key or section, such as "
-            "training.seed, or `code`, or `data`. Can be repeated.",
+            help="Continue although FIELD has changed since the run began. FIELD is `code`, `data`, or a key or "
+            "section of the recipe, such as training.seed. Can be repeated.",
         ),
     ] = None,
     cancelled: Annotated[bool, typer.Option("--cancelled", help="Continue cancelled runs too.")] = False,

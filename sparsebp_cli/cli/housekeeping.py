@@ -118,7 +118,7 @@ def _refuse_alive(folders: Sequence[RunFolder]) -> None:
     for folder in folders:
         state, name = folder.state(), folder.run_id
         if not state.over and folder.plan_file.exists():  # otherwise another command has just deleted it
-            raise RunBusyError(f"run {name} is {state}: `sparsebp cancel {name}` ends it; nothing was deleted")
+            raise RunBusyError(f"run {name} is {state}: first end it by `sparsebp cancel {name}`; nothing was deleted")
 
 
 def _ask(folders: Sequence[RunFolder], size: int, *, may_ask: bool) -> None:

@@ -142,7 +142,7 @@ def _convert(source: Path, folder: Path, output: Output) -> None:
     write_files(folder, {file.name: found.text})
     tell(FileList(files=[str(file)], next=[f"sparsebp validate {shlex.quote(str(file))}"]), output, _print_files)
     if found.left and output is Output.TABLE:
-        print_line(f"not converted, for the reasons at the end of the file: {', '.join(found.left)}")
+        print_line(f"not converted: {', '.join(found.left)}; the end of the file gives the reasons")
 
 
 def _absolute(name: str) -> str:

@@ -67,7 +67,7 @@ def proof_table(proof: ProofValues, step: int) -> Table:
         "kept": [_share(modules.mean("kept_share")) for modules in gathered],
     }
     shown = {heading: cells for heading, cells in columns.items() if any(cells)}
-    title = f"proof: FLOPs and bytes of one backward pass, counted at step {step}; `of dense`: divided by dense"
+    title = f"FLOPs and bytes of one backward pass, counted at step {step}; `of dense`: divided by those of dense"
     table = make_table("modules", *shown, numbers=list(shown), title=title)
     for modules, *cells in zip(gathered, *shown.values(), strict=True):
         table.add_row(modules.name, *cells)

@@ -150,7 +150,7 @@ def _proof(history: History) -> str:
     parts = []
     if claimed is not None and executed is not None:
         parts.append(
-            f"{show_share(executed)} of the dense FLOPs at the policy's sites counted, {show_share(claimed)} estimated"
+            f"counted {show_share(executed)} of the dense FLOPs at the policy's sites, estimated {show_share(claimed)}"
         )
         parts += ["the policy skipped less than its estimate"] if _is_broken(history) else []
     return "; ".join(parts)
@@ -205,7 +205,7 @@ def _cost(history: History, recipe: dict[str, Any], *, brief: bool) -> str:
     text = f"{show_count(flops, 'FLOP')} for {len(steps)} steps" + ("" if brief else ", updates included")
     if is_dense(recipe):
         return text
-    return f"{text}, {flops / sum(dense.values()):.2f} of dense's" + ("" if brief else " on the same batches")
+    return f"{text}, {flops / sum(dense.values()):.2f} times dense training" + ("" if brief else " on the same batches")
 
 
 def _after_warmup(history: History, key: Metric) -> list[float]:

@@ -200,7 +200,7 @@ def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
     from sparsebp_cli.source import inspect_sources
 
     if not has_own_worker(placed.recipe):
-        return ["model and data: only the recipe's own target.worker reads them"]
+        return ["model and data: only the worker that target.worker names reads them"]
     is_here = placed.recipe.target.kind == HERE
     problems = list(inspect_sources(placed.recipe, list(dict.fromkeys(folders)), is_here=is_here))
     if wrong := [FieldError(found.location, found.text) for found in problems if found.kind == "wrong"]:

@@ -142,7 +142,7 @@ class _Builder:
         if not run.repeats:
             return None
         # If the newest run of a seed counted, it could be chosen by its result. See decision 10.
-        return Exclusion("repeats", f"repeats seed {run.seed} of run {run.repeats}; the first run of a seed counts")
+        return Exclusion("repeats", f"repeats seed {run.seed} of run {run.repeats}, which is compared instead")
 
     def _difference(self, group: str, other: str) -> Difference | None:
         if have_other_examples(self.counted[group], self.counted[other]):
@@ -324,7 +324,7 @@ class _Builder:
         counts = {
             CLAIMS: count_statements(claims),
             "the margin": margins,
-            "dense at as many steps": self._count_controls(controls, "dense"),
+            "dense with as many steps": self._count_controls(controls, "dense"),
             "random at the same budget": self._count_controls(controls, "random"),
             "dense at equal cost": self._count_controls(controls, *EQUAL_COST),
             "the last common step": count_statements(

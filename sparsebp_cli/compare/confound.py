@@ -150,7 +150,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
             lines.append(f"run {run.run_id} was resumed with an allowed change: {change['field']} ({values})")
     counted = [run for run in runs if run.finished and not run.repeats]
     if changing := [run.run_id for run in counted if run.has_phases]:
-        lines.append(f"the policies of {', '.join(changing)} changed during training: their steps have no medians")
+        lines.append(f"the policies of {', '.join(changing)} changed during training, so their steps get no medians")
     if pairs := [*islice(ran_together(counted), MOST_PAIRS + 1)]:
         first, second = pairs[0]
         number = f"more than {MOST_PAIRS}" if len(pairs) > MOST_PAIRS else len(pairs)
@@ -168,13 +168,13 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     if len(seeds) > 1:
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
         lines.append(
-            f"the groups have different seeds ({shown}): a difference uses the seeds that its two groups share, a mean "
-            "the seeds that all groups share"
+            f"the groups have different seeds ({shown}): a difference uses the seeds that its two groups share, "
+            "and a mean uses the seeds that all groups share"
         )
     if any(run.sequential for run in counted):
         lines.append(
-            "`run --until-ci` of version 0.5 added seeds until a margin was decided: intervals and answers of one look "
-            "ignore this, so they are too certain"
+            "`run --until-ci` of version 0.5 added seeds until it could decide on a margin. Intervals, and answers "
+            "that assume one look, ignore this, so they are too certain"
         )
     if dirty := [run.run_id for run in counted if run.dirty]:
         lines.append(f"uncommitted changes in the checkout were present in {len(dirty)} of {len(counted)} runs")
@@ -233,8 +233,8 @@ def _saving_warning(group: Group) -> str:
     if share is None or low is None or low <= 1.0:
         return ""
     return (
-        f"{group.label}: its probes saved {share:.0%} of the time that its policy can save, so the limit or the clock "
-        "is wrong"
+        f"{group.label}: its probes saved {share:.0%} of the time that its policy can save, so the speed-up limit "
+        "or the time measurement is wrong"
     )
 
 

@@ -46,7 +46,7 @@ OWN = (
 )
 EQUAL_COST: tuple[Kind, ...] = ("fewer_steps", "smaller_batch", "fewer_examples", "by_length", "own_learning_rate")
 WORDS: dict[Kind, str] = {
-    "dense": "dense, as many steps",
+    "dense": "dense with as many steps",
     "random": "random at the same budget",
     "fewer_steps": "dense with fewer steps",
     "smaller_batch": "dense with a smaller batch",

@@ -76,7 +76,7 @@ def _speed(comparison: Comparison) -> Grid:
         "To baseline: geometric mean of the ratios of step times, paired by seed [95% interval on the logarithm, "
         "simultaneous like the interval of quality]. Withheld: the machine was busy, or its speed drifted. Limit: "
         "speed-up of forward and backward over all steps if time falls in proportion to FLOPs. Reached: fraction of "
-        "that saving, measured in probes, which time dense and policy alternately."
+        "the time saving at this limit. Probes measure it: they time dense and policy alternately."
     )
     bold = find_gains(comparison, comparison.groups, "step time", columns)
     return Grid("Speed", columns, tuple(rows), note, bold=bold)
@@ -162,7 +162,7 @@ def _work(comparison: Comparison) -> Grid:
         "policy's estimate of this fraction. Kept: fraction of the gradient's entries. Cosine and relative error: "
         "against the dense gradient of the same batch, medians over the steps of all runs. Of SGD's noise: squared "
         "error divided by the variance of the dense gradient over batches. Far below 1, the error disappears in the "
-        "noise of training. Far above 1, training for as many steps cannot make up for it."
+        "noise of training. Far above 1, training with as many steps as dense cannot make up for it."
     )
     return Grid("Backward work and fidelity of the gradient", columns, tuple(rows), note)
 
@@ -210,7 +210,7 @@ def _quality(comparison: Comparison) -> Grid:
     for group in comparison.groups:
         difference = group.quality.difference
         if difference is not None and difference.dropped:
-            note += f" {group.label}: without a pair, seed {', '.join(map(str, difference.dropped))}."
+            note += f" {group.label}: no pair for seed {', '.join(map(str, difference.dropped))}."
     if comparison.shared_seeds:
         note += f" Means are over the seeds that the groups share: {', '.join(map(str, comparison.shared_seeds))}."
     if corrected:
@@ -234,11 +234,11 @@ def _describe_families(comparison: Comparison) -> str:
     each = f" in each of these {len(comparison.families)} families" if several else ""
     in_all = f", in all of them together at most {5 * len(comparison.families)}%" if several else ""
     tuned = any(one.quality.difference and one.quality.difference.choice_error for one in comparison.groups)
-    values = "" if tuned else " The intervals leave out how the values of these recipes were chosen."
+    values = "" if tuned else " The intervals ignore the uncertainty from tuning: how the recipes' values were chosen."
     return (
         "Intervals to the baseline are simultaneous, and p is corrected (Holm): both cover quality, step time and "
-        "memory of all groups. Both use the spread of the group or of all groups, the larger. Tested statements: "
-        f"{counts}. The chance that any of them is false is at most 5%{each}{in_all}.{values}"
+        "memory of all groups. Both use the larger of two spreads: of the group, and of all groups. Tested "
+        f"statements: {counts}. The chance that any of them is false is at most 5%{each}{in_all}.{values}"
     )
 
 
@@ -274,14 +274,12 @@ def _at_equal(comparison: Comparison) -> Grid:
             rows.append((group.label, entry.other, amount, *values))
     note = (
         "Each row compares two groups on the seeds that both have, at the evaluation nearest to the cost of the "
-        "cheaper group (up to 10% earlier or 5% later). If a cost is unknown, training time replaces it. There, the "
-        "more expensive group has not yet lowered its learning rate to the end: the control run, with a schedule of "
-        "that length, is fairer."
+        "cheaper group (up to 10% earlier or 5% later). If a cost is unknown, training time replaces it. At that "
+        "evaluation, the learning rate of the more expensive group is not yet at its final value. The control run has "
+        "a schedule of that length, so it is fairer."
     )
     if any(row[3] == show.NONE for row in rows):
-        note += (
-            " A dash: one of the groups was not evaluated near there; measure.eval_every sets how often to evaluate."
-        )
+        note += " A dash: a group was not evaluated near this cost; measure.eval_every sets how often to evaluate."
     metric = comparison.course
     columns = ("group", "against", "after", metric, "of the other", "difference")
     return Grid("At equal cost, pair by pair", columns, tuple(rows), note, aside=3)

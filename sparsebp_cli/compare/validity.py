@@ -58,6 +58,6 @@ def _describe_busy(found: dict[str, Busy]) -> str:
     runs = " and ".join(f"{busy.runs} of {whose} {busy.of} runs" for whose, busy in found.items())
     shares = [busy.cpu_share for busy in found.values() if busy.cpu_share is not None]
     loads = [busy.load for busy in found.values() if busy.load is not None]
-    how = [f"{min(shares):.0%} of the CPU time of a quiet machine"] if shares else []
+    how = [f"{min(shares):.0%} of the CPU time that a quiet machine gives"] if shares else []
     how += [f"load {max(loads):.1f} per CPU"] if loads else []
     return f"the machine was busy in {runs} ({', '.join(how)})"

@@ -97,7 +97,8 @@ def _quality(quality: Quality, metric: str, way: Way, doubts: Doubts) -> list[St
         return [Statement("no statement", "quality")]
     number, reasons = Number.of(metric, difference), (SURVIVORS,) if doubts.diverged else ()
     if unequal is not None:
-        main = Statement(_judge(difference, None, ""), "quality", (number,), (*reasons, f"after {unequal.words}"))
+        trained = f"with {unequal.words} of the baseline"
+        main = Statement(_judge(difference, None, ""), "quality", (number,), (*reasons, trained))
         rest = _common_step(unequal, reasons)
     elif doubts.rounding:
         main, rest = Statement(_judge_rounding(number, quality), "quality", (number,), reasons), []
@@ -183,9 +184,9 @@ def _margin_reasons(decision: NotWorse) -> tuple[str, ...]:
     if decision.withheld:
         return (decision.withheld,)
     if decision.more_seeds is not None:
-        return (f"about {decision.more_seeds} seed{'s' * (decision.more_seeds > 1)} more would decide in one look",)
+        return (f"about {decision.more_seeds} seed{'s' * (decision.more_seeds > 1)} more would settle it in one look",)
     if decision.answer not in {decision.anytime, "inconclusive"}:
-        return (f"if you looked once; if you looked before: {decision.anytime}",)
+        return (f"if this is your only look; after earlier looks: {decision.anytime}",)
     return ()
 
 
@@ -255,7 +256,7 @@ def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[State
     if best := [control for control in equal if control.is_best]:
         found.append(_against_best(best[0], speed, way))
     elif any(control.found for control in equal):
-        found += _note("no dense run of equal cost shares a seed")
+        found += _note("no dense run of equal cost has a seed of this group")
     if missing := [WORDS[control.kind] for control in equal if not control.found]:
         found += _note(f"not compared at equal cost with {', '.join(missing)}")
     return found
@@ -275,7 +276,7 @@ def _against(subject: Subject, control: Control, against: str, way: Way) -> Stat
     difference = control.difference
     if difference is None or difference.n < FEWEST_PAIRS or difference.low is None:
         numbers = () if difference is None else (Number.of(control.found, difference),)
-        return Statement("no statement", subject, numbers, (f"too few seeds for a statement against {against}",))
+        return Statement("no statement", subject, numbers, (f"too few seeds to judge a difference from {against}",))
     outcome: Outcome = "no difference shown"
     if differs(difference):
         outcome = _judge(difference, None, way) if way else "differs"

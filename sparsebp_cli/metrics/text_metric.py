@@ -120,8 +120,8 @@ class TextMetric:
             mean = math.fsum(found[key]) / len(found[key])
             if not math.isclose(mean, whole[key], rel_tol=1e-6, abs_tol=1e-9):
                 raise DataError(
-                    f"metric {name!r} declares {key} as a mean over texts, so two numbers must be equal, got "
-                    f"{mean:.6g} as the mean of single texts, and {whole[key]:.6g} for all texts together"
+                    f"metric {name!r} declares {key} as a mean over texts, but the mean of single texts is "
+                    f"{mean:.6g}, and the value for all texts together is {whole[key]:.6g}"
                 )
         return found
 

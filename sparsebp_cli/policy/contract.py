@@ -233,7 +233,7 @@ class Policy(BaseModel, ABC):
         """
         if not self._schedules:
             return ()
-        assert step.num_steps is not None, "refused at attach"
+        assert step.num_steps is not None, "attach should have refused it"
         return tuple(schedule.value(step.index, step.num_steps) for _, schedule in self._schedules)
 
     def at(self, step: Step) -> Self:
@@ -335,13 +335,13 @@ GRADIENT_SELECTOR = Kind(
     facts=_find_facts,
     limits=(
         Rule(
-            "{other} and {policy} make the same decision ({kind}) at the same place: give one of them, or each its own "
-            "sites by where or layers",
+            "{other} and {policy} make the same decision ({kind}) at the same place: give only one of them, or "
+            "limit each to its own sites by where or layers",
             policy={"placed": (False,)},
             other={"kind": SAME},
         ),
         Rule(
-            "{other} and {policy} at {sites} are not supported: give one of them",
+            "{other} and {policy} at {sites} are not supported: give only one of them",
             why="Nodes have no names before the first backward, so where and layers cannot assign them to policies.",
             other={"kind": SAME},
             options={"sites": ("nodes",)},

@@ -72,7 +72,7 @@ def describe_errors(error: ValidationError, model: type[BaseModel], data: object
 def unknown_key_message(key: str, known: Sequence[str]) -> str:
     """Return the message for an unknown key, with the known keys if they are few."""
     allowed = f"; allowed: {', '.join(known)}" if len(known) <= MOST_KEYS_LISTED else ""
-    return f"unknown key {show(key)}{allowed if known else '; none is allowed here'}"
+    return f"unknown key {show(key)}{allowed if known else '; no key is allowed here'}"
 
 
 def _strip_tags(details: ErrorDetails, data: Any) -> tuple[Location, Location | None]:

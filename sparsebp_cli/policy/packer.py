@@ -69,8 +69,8 @@ class BatchPacker(Policy):
     )
     verify: Literal["never", "first", "always"] = Field(
         "first",
-        description="When to compare the gradient with that of the ordinary step. first: at the first batch, and "
-        "at each batch that is longer, larger or arranged differently than all earlier batches.",
+        description="When to compare the gradient with that of the ordinary step. first: at the first batch of each "
+        "kind (which positions are skipped), at each that is longer or has more examples, and at one in 200 others.",
     )
 
     logits: Literal["tiles", "whole"] = Field(
@@ -128,7 +128,7 @@ BATCH_PACKER = Kind(
             options={"fused_head": (False,)},
         ),
         Rule(
-            "{other} and {policy} in one forward need mode: exact: set this mode, or give one of them",
+            "{other} and {policy} in one forward need mode: exact: set this mode, or give only one of them",
             why="With mode: detach, some positions are constants, found by example and position.",
             other={"kind": ("TokenSelector",), "mode": ("detach",)},
         ),
@@ -143,8 +143,8 @@ BATCH_PACKER = Kind(
         not_with("compile", (True,), "shared prefixes run uncompiled", facts=_OF_UPDATES),
         not_compiled("shared prefixes run uncompiled", what="{policy} with prefixes: update", facts=_OF_UPDATES),
         Rule(
-            "{other} and {policy} in one forward is not supported with prefixes: update: give one of them, or try "
-            "prefixes: share",
+            "{other} and {policy} in one forward is not supported with prefixes: update: give only one of them, or "
+            "set prefixes: share",
             why="Shared prefixes run before the other policy decides in each micro-batch.",
             policy=_OF_UPDATES,
             other={"kind": AllBut(("ParameterSelector",))},

@@ -100,7 +100,7 @@ PARAMETER_SELECTOR = Kind(
             options={"wrapped": ("DDP",)},
         ),
         needs_optimizer(
-            "SparseBP changes the set only after each optimizer step, which needs the old gradients",
+            "SparseBP changes this set after each step of the optimizer, which it must know",
             what=_TURNING,
             facts=_TURNS,
         ),

@@ -35,7 +35,7 @@ class ReferenceReader(Policy):
     @model_validator(mode="after")
     def _has_reference(self) -> Self:
         if self.reference is not None and not self.reads_reference:
-            raise ValueError("reference has no effect with the other options: leave it out")
+            raise ValueError("the other options do not use reference: leave reference out")
         return self
 
 

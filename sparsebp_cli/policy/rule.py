@@ -234,5 +234,5 @@ def not_beside(
     Returns:
         The rule.
     """
-    text = f"{{other}} and {{policy}} in one {where} is not supported: give one of them"
+    text = f"{{other}} and {{policy}} in one {where} is not supported: give only one of them"
     return Rule(text, why, facts, {"kind": kinds}, options)

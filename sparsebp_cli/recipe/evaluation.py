@@ -74,7 +74,7 @@ def find_unmeasured(recipe: Recipe) -> Iterator[FieldError]:
         yield FieldError(("measure", "generate"), f"needs dataset.format: completion or chat, got {got}")
         return
     if generate is not None and recipe.target.options.get("sharding", "none") != "none":
-        text = "needs target.sharding: none, got fsdp2: there, no process has the whole model"
+        text = "needs target.sharding: none, got fsdp2, with which no process has the whole model"
         yield FieldError(("measure", "generate"), text)
         return
     try:

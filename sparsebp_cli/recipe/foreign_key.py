@@ -9,8 +9,8 @@ from __future__ import annotations
 # Keys that a recipe does not need, and why.
 NOT_NEEDED = {
     "_component_": "recipes do not name Python classes",
-    "also": "MLflow has the metrics, and trackers other than MLflow were removed after 0.5",
-    "code_diff": "a plan has the commit and a digest of uncommitted changes",
+    "also": "runs send their metrics to MLflow; version 0.5 was the last with other trackers",
+    "code_diff": "plan.json of a run has the commit and a digest of uncommitted changes",
     "dataset_prepared_path": "a run tokenises its data at each start",
     "do_train": "every recipe trains",
     "logging_dir": "every run has its own folder; `sparsebp show` prints its path",
@@ -141,7 +141,7 @@ ANSWERS = {
     "qos": "target.arguments: [--qos=NAME]",
     "policy_validation_examples": None,
     "eval_batches": "measure.eval_examples",
-    "weight_column": "the key weight of a message",
+    "weight_column": "`weight: 0.5` in a message of the data weights this message",
     "independent_examples": None,
     "held_out": "dataset.eval_split",
     **{

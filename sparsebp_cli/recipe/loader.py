@@ -148,7 +148,7 @@ def find_base(file: Path, base: Node) -> Path:
     except (OSError, RuntimeError, ValueError):  # a loop of links, or a name with NUL
         is_inside = False
     if not is_inside:
-        where = f"{shorten(str(top))}, its repository" if tops else f"the folder of {file.name} or below it"
+        where = f"{shorten(str(top))}, the recipe's repository" if tops else f"the folder of {file.name} or below it"
         raise base.place.error(f"must be in {where}, got {shorten(name)!r}", "base")
     return file.parent / name
 

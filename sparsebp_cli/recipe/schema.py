@@ -328,7 +328,7 @@ class DatasetSection(Section):
             raise _error_at(
                 ("columns",),
                 self.columns,
-                "got only one of the keys user and assistant: give both (columns), or add the key messages (roles)",
+                "got only one of user and assistant: give both to name columns, or add messages to name roles",
             )
         self._refuse_a_name_twice()
         if self.format != "chat" and self.train_on not in ("assistant", "all" if self.format == "completion" else ""):
@@ -351,7 +351,7 @@ class DatasetSection(Section):
                     if name in owners:
                         key = part if part in self.columns else owners[name]
                         both = f"{owners[name]} and {part}" if owners[name] != part else f"{part}, twice"
-                        text = f"the name {name!r} stands for {both}: each needs another name"
+                        text = f"the name {name!r} stands for {both}: each needs its own name"
                         raise _error_at(("columns", key), self.columns[key], text)
                     owners[name] = part
 

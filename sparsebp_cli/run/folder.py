@@ -352,7 +352,7 @@ def match_word(
     if len(prefixed) == 1:
         return [ids[prefixed[0]]]
     if prefixed:
-        raise RunNotFoundError(f"{word} matches several runs: {', '.join(prefixed[:5])}")
+        raise RunNotFoundError(f"{word} matches several runs: {', '.join(prefixed[:5])}; give a longer id")
     near = did_you_mean(word, [*ids, *filter(None, map(name_of, runs))])
     advice = "; `sparsebp runs` lists the runs of this machine" if place == str(home()) else ""
     raise RunNotFoundError(f"no run matches {word!r} in {place}{near}{advice}")

@@ -49,7 +49,7 @@ def check_weights(folder: Path, config: Mapping[str, object]) -> None:
     """Raise DataError if a model folder points to other files, or its config asks for a larger model than its weights
     hold."""
     if (folder / "adapter_config.json").exists():
-        raise DataError(f"{folder}: is an adapter (adapter_config.json) of another model; give that model instead")
+        raise DataError(f"{folder}: is an adapter (adapter_config.json), not a model; give its base model instead")
     check_sidecars(folder)
     shapes = [shape for name in _name_files(folder) for shape in _read_shapes(folder / name)]
     refuse_absurd(config, str(folder / "config.json"))

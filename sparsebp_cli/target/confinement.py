@@ -74,21 +74,21 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
     path = PurePosixPath(real)
     named = written if real == written else f"{written} ({real})"
     if any(path.is_relative_to(folder) for folder in CLOSED):
-        raise ValueError(f"{named} is not mounted: it is a system folder")
+        raise ValueError(f"{named} cannot be mounted: it is a system folder")
     if any(PurePosixPath(kept).is_relative_to(path) for kept in [*NEVER, *map(str, _homes(path))]):
-        raise ValueError(f"{named} is not mounted: it contains a home or a part of the system; name a folder inside it")
+        raise ValueError(f"{named} cannot be mounted: it contains a home folder or system files; name a folder in it")
     if any(_is_private(path, home) for home in _homes(path)):
-        raise ValueError(f"{named} is not mounted: it contains settings or keys of a user; name another folder")
+        raise ValueError(f"{named} cannot be mounted: it contains settings or keys of a user; name another folder")
     for socket in sockets:
         if PurePosixPath(socket).is_relative_to(path):
             what = f"a container could control a program of the host through the socket {socket}"
-            raise ValueError(f"{named} is not mounted: {what}")
+            raise ValueError(f"{named} cannot be mounted: {what}")
     if path.suffix in {".sock", ".socket"} or _is_special(path):
-        raise ValueError(f"{named} is not mounted: it is a socket or a device")
+        raise ValueError(f"{named} cannot be mounted: it is a socket or a device")
     allowed = (*PLACES, *filter(None, os.environ.get(VARIABLE, "").split(":")))
     if not any(path.is_relative_to(place) for place in allowed):
         raise ValueError(
-            f"{named} is not mounted: it must be inside one of {', '.join(allowed)}; set {VARIABLE}={path} on this "
+            f"{named} cannot be mounted: it must be inside one of {', '.join(allowed)}; set {VARIABLE}={path} on this "
             "machine to allow it"
         )
 

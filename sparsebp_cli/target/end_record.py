@@ -35,7 +35,7 @@ def write_end_record(
     """
     # Test the worker's lock without taking it: while we held it, readers would see the run as "running".
     if run.is_locked("worker"):
-        raise RunBusyError(f"the worker of run {run.run_id} is still alive: it will record the end of the run itself")
+        raise RunBusyError(f"the end of run {run.run_id} is not recorded here: its worker is alive, and records it")
     with JournalWriter(run.path) as journal:
         # The writer counts a new attempt. This end belongs to the worker's attempt, even if the worker never recorded
         # its start.

@@ -30,9 +30,7 @@ SSH_SILENCE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 BROKEN = 255  # ssh's own exit code
 CHUNK = 1 << 16
 MIXED = "its login shell sends errors to standard output, so SparseBP cannot read answers: look for 2>&1 in its profile"
-TERMINAL = (
-    "its login shell changes the ends of lines, so SparseBP cannot read answers: look for a terminal in its profile"
-)
+TERMINAL = "its login shell changes the ends of lines, so answers cannot be read: its profile must not open a terminal"
 RESET = "set +eufx +o pipefail; trap - EXIT HUP INT TERM USR1"  # options that lines of setup may have set
 
 

@@ -112,7 +112,7 @@ class SlurmEngine(TargetEngine):
     def find(self, run: RunFolder) -> str | None:
         answer = self._run_shell(f"cd {self._quoted_folder(run)} 2>/dev/null || exit 0\n{FINDING}")
         if answer.code != 0:
-            raise UnreachableError(f"{self._place} does not answer whether it has the run: {answer.problem}")
+            raise UnreachableError(f"{self._place} did not say whether the run is there: {answer.problem}")
         handle = answer.text
         if handle and not self.is_handle(handle):
             raise UnreachableError(

@@ -142,11 +142,9 @@ def _loss_of_network(model: nn.Module, batch: int) -> Tensor:
 
 
 def _check_record(kind: Kind) -> None:
-    require(
-        inspect.isabstract(kind.policy), f"{kind.name}: is not abstract: policies that derive from it make the decision"
-    )
+    require(inspect.isabstract(kind.policy), f"{kind.name}: must be abstract: only policies derived from it decide")
     require(issubclass(kind.policy, Policy), f"{kind.name}: does not derive from Policy")
-    require(bool(kind.suite), f"{kind.name}: has no suite")
+    require(bool(kind.suite), f"{kind.name}: has no test suite")
     text = f"{kind.name}: no code applies its policies: set extensions or at_sites"
     require(bool(kind.extensions) or kind.at_sites, text)
     names = [name for _, name in kind.extensions]
@@ -199,7 +197,8 @@ def _check_training(policy: Policy, trial: _Trial, dense: list[Tensor]) -> None:
     require(equal(first, trial.train(policy, resumes=True)), f"{name}: a resumed training ends with different weights")
     apart = _measure_distance(first, dense, trial)
     if policy.exact:
-        require(apart <= EXACT, f"{name}: declares exact, but differs from dense by {apart:.1e} of dense's own change")
+        text = f"{name}: declares exact, but differs from dense by {apart:.1e} of the change in dense training"
+        require(apart <= EXACT, text)
     elif apart <= EXACT:
         # Each step may be dense by chance. Try so many steps that a policy with one sparse step in OFTEN shows one.
         num_seeds = ceil(enough(1 / OFTEN) / NUM_STEPS)
@@ -286,7 +285,7 @@ def _check_claim(policy: Policy, trial: _Trial) -> None:
             engine.backward(trial.loss(model, number))
             proof = Proof.of(model, dense, PassCount(flops, saved), engine.report(), claims)
         executed, claimed = proof.policy.backward_flops.total(), proof.claimed_flops or 0.0
-        text = f"{name_of(policy)}: claims {claimed:g} FLOPs of a backward, but {executed:g} were executed"
+        text = f"{name_of(policy)}: estimates {claimed:g} FLOPs of a backward, but {executed:g} were counted"
         require(abs(executed - claimed) <= OVER * dense.backward_flops.total(), f"{text}, in step {number}")
         model.zero_grad()
         if draw == -1:

@@ -24,7 +24,7 @@ def _check_decision(policy: BatchPacker) -> None:
         decided = policy.packs(size)
         require(isinstance(decided, bool), f"{name_of(policy)}: packs must return True or False, got {decided!r}")
     require(not policy.packs(WHOLE), f"{name_of(policy)}: packs a batch in which nothing can be skipped")
-    require(any(policy.packs(size) for size in SIZES), f"{name_of(policy)}: packs nothing")
+    require(any(policy.packs(size) for size in SIZES), f"{name_of(policy)}: packs returns False for every batch")
 
 
 def _pack(policy: BatchPacker, size: PackedSize) -> bool:

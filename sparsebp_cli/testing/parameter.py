@@ -79,7 +79,7 @@ def _check_exact(policy: ParameterSelector) -> None:
     names = frozenset(parameter.name for parameter in _parameters())
     whole = all(_choose(policy, index) == names for index in range(NUM_STEPS))
     require(not policy.exact or whole, f"{name_of(policy)}: declares exact, but does not train all parameters")
-    require(policy.exact or not policy.unbiased, f"{name_of(policy)}: declares unbiased, but not exact")
+    require(policy.exact or not policy.unbiased, f"{name_of(policy)}: declares unbiased, so must declare exact")
 
 
 def _check_gradients(policy: ParameterSelector) -> None:
@@ -91,7 +91,7 @@ def _check_gradients(policy: ParameterSelector) -> None:
             text = f"{name_of(policy)}: at step {index}, {name} must have a gradient exactly if select returned it"
             require((gradient is not None) == (name in chosen), text)
             if gradient is not None and index == 0:
-                require(equal([gradient], [_given(dense[name])]), f"{name_of(policy)}: {name} differs from dense")
+                require(equal([gradient], [_given(dense[name])]), f"{name_of(policy)}: {name}.grad differs from dense")
 
 
 @cache

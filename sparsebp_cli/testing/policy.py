@@ -77,7 +77,7 @@ def _check_control(policy: Policy) -> None:
     kind = find_kind(policy)
     same = type(policy) if kind is None else kind.policy
     require(isinstance(control, same), f"{name}: its control is of another kind: it must be a {same.__name__}")
-    require(control.control is None, f"{name}: its control has a control: name a policy that draws at random")
+    require(control.control is None, f"{name}: its control must have no control: name a policy that draws at random")
     budgets = (getattr(policy, "budget", None), getattr(control, "budget", None))
     require(budgets[0] == budgets[1], f"{name}: its budget is {budgets[0]}, but its control has {budgets[1]}")
 

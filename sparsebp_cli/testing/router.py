@@ -51,7 +51,7 @@ def _check_exact(policy: EdgeRouter) -> None:
 
 def _check_engines(policy: EdgeRouter) -> None:
     same = equal(_train(policy), _train(policy, execution="reference"))
-    require(same, f"{name_of(policy)}: fast execution trains differently from the reference")
+    require(same, f"{name_of(policy)}: fast execution trains differently from reference execution")
 
 
 def _check_resume(policy: EdgeRouter) -> None:

@@ -107,7 +107,7 @@ def _check_two_to_four(name: str, selection: TwoToFour) -> None:
     whole = mask.shape[1] // 4 * 4
     groups = mask[:, :whole].reshape(-1, 4).sum(1)
     pattern = mask.dtype == torch.bool and bool((groups == 2).all()) and bool(mask[:, whole:].all())
-    require(pattern, f"{name}: mask_NO must keep two of every four features, and all of a shorter rest")
+    require(pattern, f"{name}: mask_NO must keep two of every four features, and all of a smaller last group")
 
 
 def _check_groups(name: str, selection: Groups) -> None:
@@ -117,7 +117,7 @@ def _check_groups(name: str, selection: Groups) -> None:
     counts = weight[:, :whole].reshape(-1, group).count_nonzero(1)
     rest = weight[:, whole:]
     pattern = bool((counts == kept).all()) and bool((rest.count_nonzero(1) == min(kept, rest.shape[1])).all())
-    require(pattern, f"{name}: weight_NO must keep {kept} of every {group} neighbours, or all of a group with fewer")
+    require(pattern, f"{name}: weight_NO must keep {kept} of every {group} neighbours, or all of a smaller last group")
 
 
 def _check_examples(name: str, rows: Rows, grad_NO: Tensor) -> None:
@@ -126,7 +126,7 @@ def _check_examples(name: str, rows: Rows, grad_NO: Tensor) -> None:
     if good and examples > 1:
         example_BK = rows.index_K.view(examples, -1) // (grad_NO.shape[0] // examples)
         good = bool((example_BK == torch.arange(examples)[:, None]).all())
-    require(good, f"{name}: num_examples must be 1, or B with equally many rows of each example, in their order")
+    require(good, f"{name}: num_examples must be 1, or B with equally many rows per example, in order of examples")
 
 
 def _check_budget(policy: GradientSelector) -> None:
@@ -160,7 +160,7 @@ def _check_share(
     bound = _NUM_SIGMAS * float(kept.std()) / math.sqrt(len(draws)) if len(draws) > 1 else 0.0
     text = (
         f"{name_of(policy)}: keeps {float(kept.mean()):g} of {grad_NO.numel()} entries in layer {layer}, "
-        f"its budget {share} allows {allowed}"
+        f"but its budget {share} allows {allowed}"
     )
     require(float(kept.mean()) <= allowed + bound, text)
 
@@ -198,7 +198,7 @@ def _check_unbiased(policy: GradientSelector) -> None:
             error = (value.mean(0) - truth).abs()
             bound = _NUM_SIGMAS * value.std(0) / math.sqrt(_NUM_DRAWS) + 1e-6 * truth.abs()
             worst = float((error - bound).max())
-            require(worst <= 0, f"{name_of(policy)}: declares unbiased, but the mean over draws is not the gradient")
+            require(worst <= 0, f"{name_of(policy)}: declares unbiased, but the mean of its draws is not dense")
 
 
 def _check_kernels(policy: GradientSelector) -> None:
@@ -207,7 +207,7 @@ def _check_kernels(policy: GradientSelector) -> None:
         train_network(policy, dtype=torch.float64, execution="reference"),
     )
     close = all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(fast, reference, strict=True))
-    require(close, f"{name_of(policy)}: the fast engine trains differently from the reference")
+    require(close, f"{name_of(policy)}: fast execution trains differently from reference execution")
 
 
 def _check_claim(policy: GradientSelector) -> None:
@@ -229,7 +229,7 @@ def _check_claim(policy: GradientSelector) -> None:
     mean = statistics.fmean(executed)
     claimed = f"{claim.claimed_flops / claim.dense_flops:.3f}"
     text = (
-        f"{name_of(policy)}: claims that {claimed} of the dense backward remains, but it executed "
+        f"{name_of(policy)}: estimates that {claimed} of the dense backward's FLOPs remain, but the count is "
         f"{mean / claim.dense_flops:.3f}"
     )
     require(mean <= claim.claimed_flops + rounding + bound, text)

@@ -89,7 +89,7 @@ def _check_saved(policy: Policy, places: Sequence[Any], show: Show) -> None:
         states.end_step(Step(index, num_steps=NUM_STEPS))
         kept = {key: value for key, value in states.state_dict()["policy_state"].items() if isinstance(value, Tensor)}
         stored = load(save(kept))  # save refuses tensors that share memory
-        require(same(kept, stored), f"{name_of(policy)}: reading the state of step {index} changes it")
+        require(same(kept, stored), f"{name_of(policy)}: saving and loading the state of step {index} changes it")
 
 
 def _check_trials(policy: Policy, show: Show, first: Values) -> None:
@@ -117,9 +117,9 @@ def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
     require(not unknown, f"{name}: observes {', '.join(unknown)}, which policies of its kind do not receive")
     states, found = random_states(), policy.look(shown, step)
     require(states == random_states(), f"{name}: measure uses a global random generator")
-    for again, text in ((shown, "when called again"), (show(seed), "and changes what it is shown")):
+    for again, text in ((shown, "when called again"), (show(seed), "because it changes its input")):
         seen = policy.look(again, step)
-        require(same(seen, found), f"{name}: measure returns other values {text}")
+        require(same(seen, found), f"{name}: measure returns different values {text}")
     for observed in policy.observes:
         mine = [seen for seen in shown if type(seen) is observed]
         require(bool(policy.look(mine, step)), f"{name}: observes {observed.__name__}, but measure returns nothing")

@@ -94,32 +94,32 @@ def _check_finish(suite: _Suite) -> None:
     suite.finish(job, State.FINISHED, "a run that ends well is finished")
     history = History.load(run.path)
     losses = {step: 4.0 / (1 + 0.01 * step) for step in range(1, NUM_STEPS + 1)}
-    _require(history.series("train/loss") == losses, "every number arrives, none twice, none changed")
+    _require(history.series("train/loss") == losses, "each logged number arrives once and unchanged")
     _require([end["status"] for end in history.ends] == ["finished"], "the event log has one end")
     _require(job.exit_code() == 0, "the exit code of a run that ends well is 0")
     _require((job.fetch() / "model" / "state.json").read_text() == str(NUM_STEPS), "the model is fetched")
-    _require(suite.target.reattach(run).status() is State.FINISHED, "reattach() knows a run that is over")
+    _require(suite.target.reattach(run).status() is State.FINISHED, "reattach() finds a finished run")
     _require(job.cancel() is State.FINISHED and not run.cancel_file.exists(), "cancel() leaves a finished run alone")
     if isinstance(suite.target, RemoteTarget):
-        _require(suite.target.engine.find(run) is None, "the engine keeps nothing of a fetched run")
+        _require(suite.target.engine.find(run) is None, "no files of a fetched run stay on the engine")
 
 
 def _check_stop(suite: _Suite) -> None:
     run = suite.make_run("slow")
     job = suite.target.submit(run)
     _wait_for_step(run, 2)
-    _require(job.status() is State.RUNNING, "a worker at work is running")
+    _require(job.status() is State.RUNNING, "a run whose worker trains is running")
     _check_fence(suite, run)
     job.stop()
-    suite.finish(job, State.INTERRUPTED, "stop() interrupts")
+    suite.finish(job, State.INTERRUPTED, "stop() interrupts a run")
     steps = History.load(run.path).series("train/loss")
     again = suite.target.submit(run)
     _wait_for_step(run, max(steps) + 2)
     history = History.load(run.path)
     _require(history.warm[-1] == (2, max(steps)), "a resumed run goes on from its checkpoint, under the same id")
-    _require(list(history.series("train/loss")) == list(range(1, len(history.series("train/loss")) + 1)), "no gap")
-    _require(again.cancel() is State.CANCELLED, "cancel() cancels")
-    suite.finish(again, State.CANCELLED, "a cancelled run stays so")
+    _require(list(history.series("train/loss")) == list(range(1, len(history.series("train/loss")) + 1)), "no gaps")
+    _require(again.cancel() is State.CANCELLED, "cancel() cancels a run")
+    suite.finish(again, State.CANCELLED, "a cancelled run stays cancelled")
     ends = [end["status"] for end in History.load(run.path).ends]
     _require(ends == ["interrupted", "interrupted", "cancelled"], f"cancel() leaves a checkpoint and one end: {ends}")
     _require(suite.target.reattach(run).cancel() is State.CANCELLED, "cancelling twice changes nothing")
@@ -143,10 +143,10 @@ def _check_kill(suite: _Suite) -> None:
     _wait_for_step(run, 1)
     job.stop()
     job.kill()
-    suite.finish(job, State.INTERRUPTED, "kill() ends a worker that does not listen")
+    suite.finish(job, State.INTERRUPTED, "kill() ends a worker that ignores stop()")
     again = suite.target.submit(run)
     _wait_for_attempt(run, 2)
-    _require(again.cancel(grace_seconds=0.5) is State.CANCELLED, "cancel() kills after its grace")
+    _require(again.cancel(grace_seconds=0.5) is State.CANCELLED, "cancel() kills the worker after grace_seconds")
     suite.finish(again, State.CANCELLED, "a killed run stays cancelled")
 
 
@@ -185,7 +185,7 @@ def _check_dispatcher_lost(suite: _Suite) -> None:
 def _check_queue(suite: _Suite) -> None:
     runs = [suite.make_run() for _ in range(3)]
     jobs = suite.target.submit_all(runs, max_parallel=2)
-    _require([job.run.run_id for job in jobs] == [run.run_id for run in runs], "one job a run, in order")
+    _require([job.run.run_id for job in jobs] == [run.run_id for run in runs], "one job for each run, in order")
     for job in jobs:
         suite.finish(job, State.FINISHED, "every run of a queue is finished")
 
@@ -207,4 +207,4 @@ def _until(condition: Callable[[], bool], promise: str) -> None:
 
 def _require(condition: bool, text: str) -> None:
     if not condition:
-        raise AssertionError(text)
+        raise AssertionError(f"broken promise: {text}")

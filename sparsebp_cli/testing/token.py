@@ -45,9 +45,9 @@ def _check_choice(policy: TokenSelector) -> None:
             inside = not bool((choice.trained_BT & ~tokens.target_BT).any())
             require(inside, f"{name}: trains a position that is no target")
             inside = not bool((choice.carries_BT & ~tokens.real_BT).any())
-            require(inside, f"{name}: padding carries gradient")
+            require(inside, f"{name}: carries_BT marks padding")
             carried = not bool((choice.trained_BT & ~choice.carries_BT).any())
-            require(carried, f"{name}: a trained position carries no gradient")
+            require(carried, f"{name}: carries_BT lacks a trained position")
 
 
 def _check_repeatable(policy: TokenSelector) -> None:
@@ -65,7 +65,7 @@ def _check_budget(policy: TokenSelector) -> None:
         number_B = [number for number in tokens.target_BT.sum(1).tolist() if number]
         least = sum(math.floor(budget * number + 1e-9) for number in number_B)
         most = sum(max(1, math.ceil(budget * number - 1e-9)) for number in number_B)
-        text = f"{name_of(policy)}: trains {trained} of {sum(number_B)} targets, its budget {budget} means {least} to"
+        text = f"{name_of(policy)}: trains {trained} of {sum(number_B)} targets, but budget {budget} allows {least} to"
         require(least <= trained <= most, f"{text} {most}")
 
 
@@ -94,12 +94,12 @@ def _check_unbiased(policy: TokenSelector) -> None:
             continue
         choices = [policy.choose(tokens, replace(_late(policy), draw=draw)) for draw in range(1, _NUM_DRAWS + 1)]
         flows = policy.mode == "exact" or all(torch.equal(c.carries_BT, tokens.real_BT) for c in choices)
-        require(flows, f"{name_of(policy)}: declares unbiased, but some positions carry no gradient")
+        require(flows, f"{name_of(policy)}: declares unbiased, but carries_BT lacks positions")
         parts = torch.stack([_parts(choice) for choice in choices])
         wanted = tokens.target_BT.double() / tokens.target_BT.sum()
         bound = _NUM_SIGMAS * parts.std(0) / math.sqrt(_NUM_DRAWS) + 1e-9
         worst = float(((parts.mean(0) - wanted).abs() - bound).max())
-        require(worst <= 0, f"{name_of(policy)}: declares unbiased, but trains some targets more often")
+        require(worst <= 0, f"{name_of(policy)}: declares unbiased, but trains some targets more often than others")
 
 
 def _parts(choice: TokenChoice) -> Tensor:

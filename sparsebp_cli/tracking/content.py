@@ -132,7 +132,7 @@ def _describe_run(plan: Plan, history: History, state: State) -> str:
     lines = [f"**{plan.recipe.name}**, seed {plan.recipe.training.seed}: {policies}; {state}."]
     shown = [f"{m.name} {value:.4g} {m.unit}".strip() for m in SHOWN if (value := history.last(m.name)) is not None]
     lines += ["", "; ".join(shown) + "."] if shown else []
-    return "\n".join([*lines, "", "`sparsebp compare` compares it."])
+    return "\n".join([*lines, "", "`sparsebp compare` compares it with other runs."])
 
 
 def _flatten(value: object, key: str) -> Iterator[tuple[str, str]]:

@@ -73,7 +73,7 @@ class SyncResult:
         if self.complete:
             return ""
         send = self.elsewhere(run_id) if self.is_refused else f"`sparsebp sync {run_id}` sends it later"
-        return f"{self.problem}; the event log keeps everything, {send}"
+        return f"{self.problem}; the event log keeps everything, and {send}"
 
     def elsewhere(self, run_id: str) -> str:
         """Return the command for a run whose address is refused. Such a run can only be sent to another store."""
@@ -316,7 +316,7 @@ def delete_record(run: RunFolder) -> str:
         return str(error)
     if not kept.mlflow_run_id:
         return ""
-    elsewhere = f"the record is in {kept.uri}, but the run's store is now {mask(uri)}" if kept.uri != mask(uri) else ""
+    elsewhere = f"this record is in {kept.uri}, but the run's store is now {mask(uri)}" if kept.uri != mask(uri) else ""
     try:
         client = open_client(uri)
         with sqlite_lock(uri):

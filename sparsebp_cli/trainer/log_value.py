@@ -85,11 +85,11 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _forward() -> Tensor:
-    raise AssertionError("the trainer's own step runs the forward")
+    raise AssertionError("only the trainer's own step may run the forward")
 
 
 def _backward(_: Tensor) -> None:
-    raise AssertionError("the trainer's own step runs the backward")
+    raise AssertionError("only the trainer's own step may run the backward")
 
 
 def interval_values(engine: Engine, num_steps: int) -> dict[str, float]:

@@ -41,7 +41,7 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
     if not file.exists():
         raise CheckpointError(
             f"cannot resume from {file.parent}: {file.name}, the state of the policies, is missing, because the "
-            "checkpoint was saved without policies, with save_only_model, or by another number of processes; load "
+            "checkpoint was saved without policies, with save_only_model, or with another number of processes; load "
             "the checkpoint's weights into the model and start a new train()"
         )
     try:

@@ -126,7 +126,7 @@ class _PrefixWriter(_Writer):
         if prefix.error:
             raise self._inconsistent(number, f"it cannot render the first {some} alone ({prefix.error})")
         if not text.startswith(prefix.text):
-            raise self._inconsistent(number, f"its whole text does not begin with its text for the first {some}")
+            raise self._inconsistent(number, f"its text of all messages does not begin with that of the first {some}")
         return len(prefix.text)
 
     def _inconsistent(self, number: int, reason: str) -> DataError:

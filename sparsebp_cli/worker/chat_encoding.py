@@ -26,7 +26,7 @@ def encode_chat(
     """Write each conversation by the chat template, and ignore the tokens that are not trained: of a prompt and a
     completion, the prompt. Text beyond ``max_seq_length`` is cut from the end."""
     if section.format == "completion" and section.train_on == "all":
-        raise DataError("messages need 'format: chat' with 'train_on: all', got 'format: completion'")
+        raise DataError("'train_on: all' with messages needs 'format: chat', got 'format: completion'")
     if not tokenizer.is_fast:
         raise DataError(f"format {section.format} of messages needs a fast tokenizer, got {type(tokenizer).__name__}")
     found, numbers = EncodedSplit(), [number for number, one in enumerate(conversations) if one.messages]

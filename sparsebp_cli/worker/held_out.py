@@ -26,7 +26,7 @@ def find_keys(rows: Rows, section: DatasetSection) -> list[str]:
         for row, group in zip(rows, groups, strict=True):
             if group is None or not isinstance(group, str | int):
                 got = show_with_type(group)
-                raise DataError(f"{row.place}: column {column!r} must hold text or a number, got {got}")
+                raise DataError(f"{row.place}: column {column!r} must contain text or a number, got {got}")
         return [str(group) for group in groups]
     if section.format == "chat":
         return [find_prompt(row, section.columns) for row in rows]

@@ -132,9 +132,9 @@ def _tell_rounded(section: ModelSection, source: Path | str, tell: Callable[[str
     rounded = find_rounded(source) if isinstance(source, Path) else None
     if rounded is not None and section.quantization is not None and tell is not None:
         tell(
-            f"{section.name} contains adapters merged into a base in {rounded}. Quantising it again loses most of "
-            "what they learnt. Instead, leave model.quantization out, or give the base as model.name and the run's "
-            "adapter as model.adapter"
+            f"{section.name} contains adapters merged into a base model quantised to {rounded}. Quantising it again "
+            "loses most of what they learnt. Instead, leave model.quantization out, or give the base model as "
+            "model.name and the run's adapter as model.adapter"
         )
 
 

@@ -72,7 +72,7 @@ def build_reference(
     path = home() / "cache" / "reference" / f"{key}.safetensors"
     kept = _read(path, data)
     if kept is None:
-        tell(f"the reference {policy.reference} scores {len(data.train)} training examples once; scores are cached")
+        tell(f"reference model {policy.reference} scores {len(data.train)} training examples once; scores are cached")
         kept = _score(model, data, tokenizer, accelerator, recipe.training.per_device_train_batch_size)
         _write(path, *kept)
         facts["from_cache"] = False

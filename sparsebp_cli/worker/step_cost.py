@@ -46,7 +46,7 @@ class RelativeCost:
             return ""
         text = (
             f"forward and backward of the first step take {self.cost_ratio:.2f} times the FLOPs of dense training, and "
-            f"{self.seconds_ratio:.2f} times its time (measured in turn)"
+            f"{self.seconds_ratio:.2f} times its time (timed alternately)"
         )
         if self.share is None or self.share >= 1.0:
             return text

@@ -33,7 +33,7 @@ def test_only_the_layers_that_were_named_are_asked(layers: list[int] | None, ask
 def test_a_layer_that_the_model_has_not_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="layers: the model has no layer 2; allowed: -2 to 1"):
         sbp.attach(tiny_model("llama"), [sbp.make_policy("topk", keep=0.5, layers=[2])])
-    with pytest.raises(UnsupportedError, match="has no layer 0; allowed: none: no layers were found"):
+    with pytest.raises(UnsupportedError, match="has no layer 0; allowed: none, because SparseBP found no layers"):
         sbp.attach(nn.Linear(2, 2), [sbp.make_policy("topk", keep=0.5, layers=[0])])
 
 

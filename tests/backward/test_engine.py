@@ -71,7 +71,7 @@ class OwnLinear(nn.Linear):
     [
         ({"sites": "edges"}, UsageError, "sites: got 'edges', allowed: 'linears'"),
         ({"update": "eager"}, UsageError, "update='eager' needs the argument optimizer="),
-        ({"segments": 4}, UsageError, "segments must be 1 to 3, the number of layers, or a list of .* names, got 4"),
+        ({"segments": 4}, UsageError, r"segments must be a number from 1 to 3 \(the number of layers\) or a .* got 4"),
         ({"execution": "quick"}, UsageError, "execution: got 'quick', allowed: 'fast', 'reference'"),
         ({"policies": [ROWS, sbp.make_policy("dense")]}, UnsupportedError, "Random and Dense make the same decision"),
         ({"policies": ["topk"]}, PolicyError, "policy 'topk': keep: missing"),

@@ -159,7 +159,7 @@ def test_training_a_tied_head_trains_the_embedding_and_says_so() -> None:
     flops, _, _ = counted(model, engine, lambda: model(input_ids=ids, labels=ids).loss)
     assert set(gradients(model)) == {"transformer.wte.weight"}
     assert any(name.startswith("transformer.h.0") for name in flops)
-    assert "transformer.wte.weight is shared with lm_head.weight" in engine.report().notes[0]
+    assert "transformer.wte.weight is also lm_head.weight" in engine.report().notes[0]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

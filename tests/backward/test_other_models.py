@@ -266,7 +266,7 @@ def test_a_model_without_a_linear_is_not_updated_by_two_engines() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         sbp.attach(model, [], optimizer=optimizer, update="eager"),
-        pytest.raises(UnsupportedError, match=r"another engine already updates 0.0.weight; detach it first"),
+        pytest.raises(UnsupportedError, match=r"first detach the other engine, which updates 0.0.weight"),
     ):
         sbp.attach(model.layers, [], optimizer=optimizer, update="eager")
     sbp.attach(model, [], optimizer=optimizer, update="eager").detach()

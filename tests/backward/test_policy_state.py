@@ -349,7 +349,7 @@ class MeasuresElsewhere(Momentum):
     ("policy", "text"),
     [
         (MeasuresByChance(), "measure uses a global random generator"),
-        (MeasuresInPlace(), "measure returns other values when called again"),
+        (MeasuresInPlace(), "measure returns different values when called again"),
         (MeasuresNothing(), "observes SiteGradient, but measure returns nothing"),
         (MeasuresElsewhere(), "observes WeightGradient, which policies of its kind do not receive"),
     ],

@@ -116,7 +116,7 @@ def test_each_decides_as_autograd_by_hand_does(selector: Any, saver: Any, swappe
 
 def test_one_linear_for_both_is_refused_by_name() -> None:
     model = tiny_decoder("llama", vocab_size=64)
-    with pytest.raises(UsageError, match=r"TopK and Sketch both act at 'model.layers.0.mlp.gate_proj'"):
+    with pytest.raises(UsageError, match=r"TopK and Sketch cannot both act at 'model.layers.0.mlp.gate_proj'"):
         sbp.attach(
             model,
             [

@@ -231,7 +231,7 @@ MISUSES: list[tuple[Callable[[], Any], type[SparseBPError], str]] = [
     (
         lambda: sbp.segmented_backward(_network(), _batch() * _batch(requires_grad=True), _loss),
         UsageError,
-        "x is not a leaf",
+        "x must be a leaf",
     ),
     (lambda: sbp.segmented_backward(_network(), _batch(), lambda y: y), UsageError, r"got shape \(16, 2\)"),
     (lambda: sbp.segmented_backward(_network(), _batch(), lambda y: 1.0), UsageError, "one number, got float"),
@@ -243,7 +243,7 @@ MISUSES: list[tuple[Callable[[], Any], type[SparseBPError], str]] = [
     (
         lambda: sbp.segmented_backward([nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Tanh()], _batch(), _loss),
         UnsupportedError,
-        "segment 1 changes its input in place",
+        "segment 1 must not change its input in place",
     ),
     (lambda: sbp.segmented_backward(nn.Linear(8, 2), _batch(), _loss), UsageError, "several modules, got Linear"),
     (lambda: sbp.segmented_backward(_network(), _batch(), None), UsageError, "loss_fn must be a function .* NoneType"),

@@ -207,8 +207,8 @@ def test_a_dict_that_a_layer_changes_and_returns_goes_on(segments: int) -> None:
 @pytest.mark.parametrize(
     ("make", "shared", "message"),
     [
-        (Filling, list, "'layers.0' changes its argument, a list, without returning it"),
-        (Boxed, Box, "'layers.0' changes its argument, a Box, without returning it"),
+        (Filling, list, "'layers.0' changes its argument, a list, but does not return it"),
+        (Boxed, Box, "'layers.0' changes its argument, a Box, but does not return it"),
         (Boxing, None, "'layers.0' returns a tensor inside a Box, where segments cannot see its gradient"),
     ],
 )

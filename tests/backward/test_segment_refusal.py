@@ -74,12 +74,12 @@ def _in_place() -> nn.Module:
 
 
 LOST: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: Stack(lambda seen: seen[-1] * 2), "the model computes a tensor between 'layers.0' and 'layers.1'"),
-    (lambda: Stack(lambda seen: seen[0]), "the model computes a tensor between 'layers.0' and 'layers.1'"),
+    (lambda: Stack(lambda seen: seen[-1] * 2), "compute a tensor between its layers 'layers.0' and 'layers.1'"),
+    (lambda: Stack(lambda seen: seen[0]), "compute a tensor between its layers 'layers.0' and 'layers.1'"),
     (Skipping, "layer 'layers.2' ran where 'layers.1' was expected"),
     (Watching, "the loss uses a tensor that 'layers.0' computes inside a segment"),
     (_foreign, r"a layer from 'layers.0' to 'layers.1' uses a tensor of shape \(4,\) that requires grad"),
-    (_in_place, r"begins with 'layers.0' changes an input of shape \(2, 4\) in place"),
+    (_in_place, r"begins with 'layers.0' must not change an input of shape \(2, 4\) in place"),
 ]
 
 
@@ -141,7 +141,7 @@ def test_a_filled_cache_is_refused() -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[SparseBPError], str]] = [
     ({"segments": 0}, UsageError, "segments: must be at least 1 or a list, got 0"),
-    ({"segments": 6}, UsageError, "segments must be 1 to 5.*, got 6"),
+    ({"segments": 6}, UsageError, "segments must be a number from 1 to 5.*, got 6"),
     ({"segments": True}, UsageError, "must be a whole number or a list, got true"),
     ({"segments": "model.layers.0"}, UsageError, "must be a whole number or a list, got 'model"),
     ({"segments": []}, UsageError, "must be a whole number or at least 1 item long, got a list"),

@@ -235,7 +235,7 @@ def test_detaching_gives_the_model_back() -> None:
     with sbp.attach(model, [ROWS], segments=2) as engine:
         engine.backward(loss_of(model))
         assert engine.report().notes == (
-            "the segments begin with model.layers.0, model.layers.3; the backward runs all but the last again",
+            "the segments begin with model.layers.0, model.layers.3; the backward recomputes all except the last",
         )
         with pytest.raises(UnsupportedError, match="already attached"):
             sbp.attach(model, [], segments=2)

@@ -243,7 +243,7 @@ class ByLayer(Informed):
 
 def test_the_suite_finds_a_layer_that_keeps_more_than_the_budget() -> None:
     check_selector(ByLayer())
-    with pytest.raises(AssertionError, match=r"keeps .* in layer 1, its budget 0.2 allows"):
+    with pytest.raises(AssertionError, match=r"keeps .* in layer 1, but its budget 0.2 allows"):
         check_selector(ByLayer(honest=False))
 
 

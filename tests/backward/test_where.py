@@ -91,12 +91,12 @@ def test_one_selector_at_all_sites_is_two_at_halves_of_them() -> None:
         (
             [First(where=["*.up"]), Last()],
             UnsupportedError,
-            "First and Last make the same decision .*each its own sites by where or layers",
+            "First and Last make the same decision .*limit each to its own sites by where or layers",
         ),
         (
             [First(where=["*.up"]), Last(layers=[1])],
             UsageError,
-            "First and Last both act at 'layers.1.up': separate them by the options where or layers",
+            "First and Last cannot both act at 'layers.1.up': separate them with where= or layers=",
         ),
         ([First(where=["*.upp"])], UsageError, r"where: '\*.upp' matches no layer or node$"),
     ],

@@ -219,7 +219,7 @@ def meet_ends(reader: Reader) -> None:
     reader.follow("cli/control.py", "sparsebp resume {} --cancelled")
     assert run.state() is State.FINISHED
     changed = "changed since step 3: ('training.seed', '0', '1')"
-    advice = "`sparsebp resume {0} --allow-change training.seed` accepts this"
+    advice = "if this is intended: `sparsebp resume {0} --allow-change training.seed`"
     run = write_ended(reader, State.FAILED)
     with JournalWriter(run.path) as journal:
         journal.write("end", status="failed", step=3, text=f"{changed}; {advice.format(run.run_id)}")

@@ -70,7 +70,7 @@ def test_an_mlflow_store_is_answered_in_one_line(call: Cli, study: list[RunFolde
     assert (done.returncode, done.stderr) == (
         2,
         "error: --from must be a folder of runs or an archive, got 'postgresql://***@host/mlflow'; runs cannot be "
-        "read from MLflow: write an archive with `sparsebp archive` on their machine\n",
+        "read from MLflow: write an archive with `sparsebp archive` on the machine of the runs\n",
     )
 
 
@@ -139,7 +139,7 @@ def test_wrong_options_are_answered_in_one_line(
 
 
 def test_whoever_chooses_runs_by_how_they_ended_is_told_so(call: Cli, study: list[RunFolder]) -> None:
-    told = "--where selects runs by outcome (eval/loss, state): the numbers here leave out the other runs"
+    told = "--where selects runs by outcome (eval/loss, state), which biases all numbers shown here"
     where = "eval/loss<3.05 and not state=failed"
     assert told in json.loads(call("compare", "--where", where, "-o", "json").stdout)["warnings"]
     assert json.loads(call("compare", "--where", "seed<9", "-o", "json").stdout)["warnings"] == []

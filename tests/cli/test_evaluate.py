@@ -120,7 +120,7 @@ def test_a_run_keeps_the_results_and_stays_as_it_was(home_folder: Path) -> None:
     record(run, made(0.75))
     later = made(0.5)
     later["tasks"]["colours"]["hash"] = "cd"
-    assert describe_kept(run, record(run, later)).startswith("not kept: ")  # the first value stays, with its own hash
+    assert describe_kept(run, record(run, later)).startswith("not stored: ")  # the first value stays, with its own hash
     history = History.load(run.path)
     assert dict(history.series("lm_eval/colours/acc")) == {2: 0.75}
     assert history.facts["metrics"].keys() == {"eval/wer", "lm_eval/colours/acc"}
@@ -169,7 +169,7 @@ def test_results_that_a_run_cannot_keep_are_shown(
         locks[0].release()
     assert done.returncode == 101
     assert "0.75" in done.stdout
-    assert f"error: these results are not kept with run {run.run_id}: another process is already" in done.stderr
+    assert f"error: these results were not stored in run {run.run_id}: another process is already" in done.stderr
     if output == "json":
         assert json.loads(done.stdout)["kept"] == []
     assert call("evaluate", run.run_id, "--lm-eval", "colours").returncode == 0

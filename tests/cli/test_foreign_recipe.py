@@ -145,7 +145,7 @@ def test_axolotl(tmp_path: Path) -> None:
         "datasets.type",
     }
     assert "# Missing: dataset.format" in text
-    assert "datasets.type: 'alpaca': another kind of value; in a recipe, write dataset.format" in text
+    assert "datasets.type: 'alpaca': recipes have another kind of value here; in a recipe, write dataset.format" in text
     assert "Recipes need none of these: dataset_prepared_path" in text
 
 
@@ -244,7 +244,7 @@ def test_the_recipe_of_local_data_validates(cli: Cli, tmp_path: Path, monkeypatc
     done = cli("init", "study", "--from", "axolotl.yaml")
     assert done.returncode == 0, done.stderr
     assert "next: sparsebp validate study/axolotl.yaml" in done.stdout
-    assert "not converted, for the reasons at the end of the file: strict" in done.stdout
+    assert "not converted: strict; the end of the file gives the reasons" in done.stdout
     recipe = yaml.safe_load(Path("study/axolotl.yaml").read_text())
     assert recipe["dataset"]["name"] == str(tmp_path / "talks.jsonl")
     done = cli("validate", "study/axolotl.yaml")

@@ -146,7 +146,7 @@ def test_a_store_that_does_not_answer_keeps_its_record_and_says_so(call: Cli, wr
     (run.path / "tracking.json").write_text(json.dumps({"uri": "http://other", "mlflow_run_id": "a"}))
     done = call("rm", run.run_id, "--yes")
     assert done.returncode == 0
-    told = "its record in MLflow was not deleted: the record is in http://other, but the run's store is now sqlite:"
+    told = "its record in MLflow was not deleted: this record is in http://other, but the run's store is now sqlite:"
     assert told in done.stderr
     assert not run.path.exists()
 

@@ -197,7 +197,7 @@ def test_runs_that_a_trial_of_an_earlier_release_added_are_compared_with_one_war
     for some in (runs, archived):
         found = compare_runs(some, Question(margin=0.02))
         (added,) = set(found.warnings) - set(plain.warnings)
-        assert added.startswith("`run --until-ci` of version 0.5 added seeds until a margin was decided")
+        assert added.startswith("`run --until-ci` of version 0.5 added seeds until it could decide on a margin")
         assert [group.quality.not_worse for group in found.groups] == [g.quality.not_worse for g in plain.groups]
 
 

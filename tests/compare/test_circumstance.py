@@ -47,7 +47,7 @@ def test_on_a_busy_machine_the_verdict_gives_no_step_times(make_run: MakeRun) ->
         add(run, "host/load", [9.8] * 20)
     group = sparse(runs)
     assert "step time -50" not in group.verdict
-    told = "the machine was busy in 3 of its 3 runs (30% of the CPU time of a quiet machine, load 9.8 per CPU)"
+    told = "the machine was busy in 3 of its 3 runs (30% of the CPU time that a quiet machine gives, load 9.8 per CPU)"
     assert f"no statement about step time: {told}" in group.verdict
     assert "-40" not in group.verdict, "a probe is not the training"
     assert group.speed.reached == pytest.approx(0.4 / 0.6)
@@ -98,7 +98,7 @@ def test_runs_of_unequal_length_are_never_plainly_better(make_run: MakeRun) -> N
     runs = [make_run("dense", s, loss=x, training={"max_steps": 10}, steps=10) for s, x in enumerate(LOSSES)]
     runs += [make_run("topk", s, loss=x - 0.4 - s / 100, **TOPK) for s, x in enumerate(LOSSES)]
     verdict = sparse(runs).verdict
-    assert verdict.startswith("after 20 steps against 10, eval/loss is lower by 1.41 (")
+    assert verdict.startswith("with 20 steps against 10 of the baseline, eval/loss is lower by 1.41 (")
     assert "; at step 10, the last step at which both groups were evaluated, eval/loss is lower by 0.41 " in verdict
     assert "better" not in verdict
 
@@ -106,7 +106,7 @@ def test_runs_of_unequal_length_are_never_plainly_better(make_run: MakeRun) -> N
 def test_runs_with_other_batches_are_never_plainly_better(make_run: MakeRun) -> None:
     runs = pair(make_run, training={"per_device_train_batch_size": 16})
     verdict = sparse(runs).verdict
-    assert verdict.startswith("after 16 examples a step against 8, eval/loss is lower by 0.21")
+    assert verdict.startswith("with 16 examples a step against 8 of the baseline, eval/loss is lower by 0.21")
     assert "is better" not in verdict
 
 

@@ -131,7 +131,7 @@ def test_an_answer_of_one_look_names_what_holds_at_any_look(make_run: MakeRun) -
     group = of(compare_runs(groups(make_run, [0.0], 3, noise=0.0005), Question(margin=0.05)), "p0")
     assert group.quality.not_worse is not None
     assert (group.quality.not_worse.answer, group.quality.not_worse.anytime) == ("yes", "inconclusive")
-    assert "yes (if you looked once; if you looked before: inconclusive)" in group.verdict
+    assert "yes (if this is your only look; after earlier looks: inconclusive)" in group.verdict
 
 
 @pytest.mark.slow

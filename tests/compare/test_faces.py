@@ -155,7 +155,7 @@ def test_the_card_of_a_model_says_beside_dense_what_compare_says(
     (said,) = (group.verdict for group in found.groups if group.group != found.baseline)
     assert "worse" in said
     card = " ".join(write_card(sparse[0]).split())
-    assert f"Beside dense training of the same recipe: {said}" in card
+    assert f"Compared with dense training of the same recipe: {said}" in card
     assert "was not compared with dense" not in card
     assert "Beside dense" not in write_card(dense[0]), "of itself there is nothing to say"
 

@@ -99,7 +99,7 @@ def test_every_output_gives_the_same_cost_whatever_the_probes_saw(make_run: Make
     for text in (headline, found.groups[1].verdict, compare_here(runs[1], Plan.load(runs[1].plan_file)).verdict):
         assert "cost 0.61 of the baseline" in html.unescape(text)
         assert not re.findall(r"timed in turns|probe|-90|saving", text)
-    assert summary["cost"].endswith("0.61 of dense's")
+    assert summary["cost"].endswith("0.61 times dense training")
     assert json.loads(render(found, "json"))["groups"][1]["speed"]["cost"]["mean"] == pytest.approx(0.61)
 
 

@@ -98,7 +98,8 @@ def test_an_end_that_holm_closed_at_zero_stands_beside_its_p() -> None:
 
     number = Number.of("eval/loss", closed)
     assert is_shown(number)
-    assert "0.00, p = 0.04, 3 seeds)" in say(Statement("lower", "quality", (number,), ("after 2 steps against 1",)))
+    said = say(Statement("lower", "quality", (number,), ("with 2 steps against 1 of the baseline",)))
+    assert "0.00, p = 0.04, 3 seeds)" in said
 
 
 def test_runs_further_apart_than_the_policy_can_save_drifted(make_run: MakeRun) -> None:

@@ -146,7 +146,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
 def _find_skipping_refusal(first: Way, second: Way) -> str:
     if second.question == "segments":
         return f"{_class_of(first)} with segments=2 is not supported: segments first run all blocks, without gradients"
-    return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
+    return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give only one of them"
 
 
 def _find_eager_refusal(way: Way) -> str:
@@ -160,7 +160,7 @@ def _find_part_refusal(other: Way, way: Way, second: Way) -> str:
     name = _class_of(way)
     if other.policy:
         names = [_class_of(other), name] if second is way else [name, _class_of(other)]
-        beside = f"{' and '.join(names)} in one training is not supported: give one of them"
+        beside = f"{' and '.join(names)} in one training is not supported: give only one of them"
         return "" if other.question == "ExampleSelector" else beside
     return {
         "update": f"{name} needs update='deferred', got 'eager': SparseBP writes the parts into the "
@@ -172,7 +172,7 @@ def _find_part_refusal(other: Way, way: Way, second: Way) -> str:
 
 def _find_weighing_refusal(first: Way, second: Way) -> str:
     if "TokenSelector" in (first.question, second.question):
-        return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
+        return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give only one of them"
     if second.question == "segments":
         policy = _class_of(first)
         return f"{policy} with segments=2 is not supported: it weights the losses of examples outside of the model"
@@ -213,7 +213,7 @@ def _find_other_refusal(first: Way, second: Way) -> str:
         return f"{shown} " + (
             f"both {both}: give one of them, or give each its own layers by where or layers"
             if "GradientSelector" in questions
-            else "in one forward is not supported: give one of them"
+            else "in one forward is not supported: give only one of them"
         )
     if "BatchPacker" in questions and questions & {"TokenSelector", "ExampleSelector", "GradientSelector"}:
         return _find_packing_refusal(first, second)
@@ -224,7 +224,7 @@ def _find_packing_refusal(first: Way, second: Way) -> str:
     other = first if second.question == "BatchPacker" else second
     both = f"{_class_of(first)} and {_class_of(second)} in one forward"
     if other.question != "TokenSelector":
-        return f"{both} is not supported: give one of them"
+        return f"{both} is not supported: give only one of them"
     if other.policy["mode"] == "exact":
         return ""
-    return f"{both} need mode: exact: set this mode, or give one of them"
+    return f"{both} need mode: exact: set this mode, or give only one of them"

@@ -96,7 +96,7 @@ def test_one_seed_beyond_the_worst_case_ends_better_and_is_named() -> None:
     question = book_of(*[3.0] * 40, -5.0).questions["q"]
     move = find_move(question, 0)
     assert isinstance(move, Decide)
-    assert (move.outcome, move.reason) == ("not shown", "run c41 lost 5 against b, which reaches --worst 5")
+    assert (move.outcome, move.reason) == ("not shown", "run c41 lost 5 against b, at least --worst 5")
     kept = find_move(book_of(*[3.0] * 40, -4.9).questions["q"], 0)
     assert isinstance(kept, Decide)
     assert kept.outcome == "better"

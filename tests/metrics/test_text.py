@@ -145,7 +145,7 @@ def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
     metric = TextMetric(compute, {"longest": Figure("lower", is_mean=True)})
     with pytest.raises(
         DataError,
-        match="got 3 as the mean of single texts, and 4 for all texts together",
+        match="the mean of single texts is 3, and the value for all texts together is 4",
     ):
         metric.measure_each("mine", ["four", "ab"], ["", ""], {"row": [1, 2]})
 

@@ -280,7 +280,7 @@ def test_half_keeps_the_contract() -> None:
         (_NoSuchControl, "its control cannot be made: unknown policy 'randm'"),
         (_ControlOfAnotherKind, "it must be a GradientSelector"),
         (_ControlOfAnotherBudget, "its budget is 0.5, but its control has 0.25"),
-        (_ControlThatChooses, "its control has a control"),
+        (_ControlThatChooses, "its control must have no control"),
         (_OutOfRange, r"index_K of \w+ must contain only numbers in \[0, "),
         (_Twice, "must contain each number at most once"),
         (_ShortIndex, "must be an int64 tensor of one dimension"),

@@ -181,7 +181,7 @@ def test_a_policy_that_trains_everything_keeps_the_contract() -> None:
         (_Text, "must return only names that it received"),
         (_Twice, "names a parameter twice"),
         (_SaysExact, "declares exact, but does not train all parameters"),
-        (_SaysUnbiased, "declares unbiased, but not exact"),
+        (_SaysUnbiased, "declares unbiased, so must declare exact"),
         (_ChangesInSecret, "declares that its choice never changes, but chose 3 sets"),
         (_Counts, "decides differently when called again"),
         (_Draws, "global random generator"),

@@ -63,7 +63,7 @@ def test_a_recipe_without_the_shelf_says_in_one_line_how_to_get_it(without: None
     text = str(raised.value)
     assert text.endswith(
         f"policy.0.name: policy {name!r} is not installed: it is in the package sparsebp-shelf: "
-        "python -m pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+        "python -m pip install sparsebp-shelf (in a checkout: ./plugins/sparsebp-shelf)"
     )
     assert text.startswith(f"{RECIPES[name]}:")
     assert "\n" not in text
@@ -78,8 +78,8 @@ def test_a_recipe_with_an_unknown_policy_says_where_more_policies_are(without: N
     with pytest.raises(RecipeError, match="unknown policy 'brand-new'; installed: ") as raised:
         load_recipe(recipe)
     assert str(raised.value).endswith(
-        "; more are in the package sparsebp-shelf: python -m pip install sparsebp-shelf, "
-        "or plugins/sparsebp-shelf of a checkout"
+        "; more are in the package sparsebp-shelf: python -m pip install sparsebp-shelf "
+        "(in a checkout: ./plugins/sparsebp-shelf)"
     )
     with pytest.raises(PolicyError, match=r"did you mean topk\?$"):
         make_policy("topq")
@@ -122,7 +122,7 @@ def test_an_optimizer_without_the_shelf_says_in_one_line_how_to_get_it(
     text = str(raised.value)
     assert text.endswith(
         f"training.optim: {name!r} is not installed: it is in the package sparsebp-shelf: "
-        "python -m pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+        "python -m pip install sparsebp-shelf (in a checkout: ./plugins/sparsebp-shelf)"
     )
     assert "\n" not in text
 

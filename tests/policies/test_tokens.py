@@ -107,7 +107,7 @@ def test_the_mask_speaks_of_tokens_and_is_heeded_where_they_are_predicted() -> N
         ({"score": "mask", "keep": 0.5}, "'score: mask' trains all marked tokens: leave out keep"),
         ({"score": "mask", "within": "example"}, "leave out within"),
         ({"score": "excess", "keep": 0.5}, "score: excess. needs the option reference"),
-        ({"score": "loss", "keep": 0.5, "reference": "austen-llama"}, "reference has no effect with the other options"),
+        ({"score": "loss", "keep": 0.5, "reference": "austen-llama"}, "the other options do not use reference"),
         ({"score": "loss", "band": [0.1, 0.2]}, "Extra inputs are not permitted"),
         ({"score": "loss", "keep": 0.5, "draw": "proportional"}, "Extra inputs are not permitted"),
         ({"score": "loss", "keep": 0.0}, "greater than 0"),
@@ -222,10 +222,10 @@ def test_half_keeps_the_contract() -> None:
     ("policy", "text"),
     [
         (_TrainsPadding, "trains a position that is no target"),
-        (_CarriesPadding, "padding carries gradient"),
-        (_CarriesNothing, "a trained position carries no gradient"),
-        (_TrainsAll, "its budget 0.5 means"),
-        (_TrainsTooFew, "its budget 0.5 means"),
+        (_CarriesPadding, "carries_BT marks padding"),
+        (_CarriesNothing, "carries_BT lacks a trained position"),
+        (_TrainsAll, "budget 0.5 allows"),
+        (_TrainsTooFew, "budget 0.5 allows"),
         (_GivesNumbers, "trained_BT must be boolean"),
         (_UsesGlobalGenerator, "global random generator"),
         (_SameAtEveryStep, "draws the same for every index"),
@@ -241,5 +241,5 @@ def test_broken_promise_is_caught(policy, text) -> None:
 
 
 def test_a_biased_mode_is_caught() -> None:
-    with pytest.raises(AssertionError, match="some positions carry no gradient"):
+    with pytest.raises(AssertionError, match="carries_BT lacks positions"):
         check_policy(_DetachedAndUnbiased, keep=0.5, mode="detach")

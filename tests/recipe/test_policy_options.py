@@ -55,7 +55,7 @@ POLICY = SMALL + "policy:\n  - name: "
         (
             "dense\n  - name: topk\n    keep: 0.5",
             "7:11: policy.1.name: 'dense' (policy.0) and 'topk' make the same decision (GradientSelector)"
-            " at the same place: give one of them, or each its own sites by where or layers",
+            " at the same place: give only one of them, or limit each to its own sites by where or layers",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_kind_that_the_engine_does_not_carry_out_is_refused(install: Install, 
     assert find_policies()["never"].kind == "Dropper"
     line = refuse(SMALL + "policy: [half, never]")
     assert line.startswith(
-        "r.yaml:5:16: policy.1.name: 'never': its class derives from no installed kind of policy; a package adds kinds "
+        "r.yaml:5:16: policy.1.name: 'never' must derive from an installed kind of policy; a package adds kinds "
     )
 
 

@@ -206,8 +206,8 @@ def test_a_target_may_be_its_kind_alone(read: Read) -> None:
     [
         (
             SMALL + "tracking: {also: [tensorboard]}",
-            "5:12: tracking.also: unknown key 'also': not needed: MLflow has the metrics, and "
-            "trackers other than MLflow were removed after 0.5",
+            "5:12: tracking.also: unknown key 'also': not needed: runs send their metrics to "
+            "MLflow; version 0.5 was the last with other trackers",
         ),
         (TRAINING + "lr: 3e-4", "6:3: training.lr: unknown key 'lr': in a recipe, write training.learning_rate"),
         (TRAINING + "bf16: true", "unknown key 'bf16': in a recipe, write training.mixed_precision: bf16 (autocast)"),
@@ -272,7 +272,7 @@ def test_a_fraction_of_warmup_steps_is_rounded_up_as_in_transformers() -> None:
     assert TrainingSection(max_steps=15).num_warmup_steps == 0
 
 
-TWICE = "each needs another name"
+TWICE = "each needs its own name"
 
 
 @pytest.mark.parametrize(

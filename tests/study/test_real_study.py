@@ -86,7 +86,7 @@ def _check_choices(folder: Path) -> None:
     shutil.rmtree(home())
     lines = _call(folder, "study", "study.yaml", "--from", "real.tar.gz").splitlines()
     assert lines[0] == f"real: choices rebuilt from {len(trials)} trials of real.tar.gz"
-    chosen = [line for line in lines[1:] if line.endswith(", as chosen")]
+    chosen = [line for line in lines[1:] if line.endswith(", as the study chose")]
     assert {line.partition(":")[0] for line in chosen} >= {"dense", "topk"}
     assert not [line for line in lines if line.startswith("fault")]
 

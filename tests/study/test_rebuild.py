@@ -110,8 +110,8 @@ def test_choices_follow_from_the_archive_in_an_empty_home(cli: Cli, archived: Pa
     assert (done.returncode, done.stderr) == (0, "")
     first, *lines = done.stdout.splitlines()
     assert first.startswith("tiny: choices rebuilt from ")
-    assert "dense: 20 steps, learning_rate=0.001, as chosen" in lines
-    assert "topk: 40 steps, learning_rate=0.001, as chosen" in lines
+    assert "dense: 20 steps, learning_rate=0.001, as the study chose" in lines
+    assert "topk: 40 steps, learning_rate=0.001, as the study chose" in lines
     assert not list_runs()
     compared = cli("compare", "--study", "tiny", "--from", archived, "--all")
     assert compared.returncode == 0
@@ -128,7 +128,7 @@ def test_a_trial_that_was_changed_is_named(cli: Cli, archived: Path) -> None:
     done = cli("study", "study.yaml", "--from", archived)
     assert done.returncode == 1
     assert "fault: tune topk learning_rate=0.0005 seed 0: the event log of run " in done.stdout
-    assert "dense: 20 steps, learning_rate=0.001, as chosen" not in done.stdout  # one arm's edge extends all
+    assert "dense: 20 steps, learning_rate=0.001, as the study chose" not in done.stdout  # one arm's edge extends all
     assert "; the study reported 40 steps, learning_rate=0.001" in done.stdout
 
 
@@ -180,6 +180,6 @@ def test_the_choices_of_the_committed_study_are_rebuilt(cli: Cli, monkeypatch: p
     done = cli("study", results / "priced" / "study.yaml", "--from", archive)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[1:] == [
-        "dense: 12 steps, learning_rate=0.002, as chosen",
-        "lossless: 23 steps, learning_rate=0.002, as chosen",
+        "dense: 12 steps, learning_rate=0.002, as the study chose",
+        "lossless: 23 steps, learning_rate=0.002, as the study chose",
     ]

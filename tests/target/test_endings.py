@@ -74,7 +74,7 @@ def test_what_the_last_sending_came_to_is_in_the_warning(
         FakeTarget(tmp_path / "there").submit(run).wait(60)
     assert run.state() is State.FINISHED
     assert launch_of(run).warning == (
-        "the tracking store took longer than 30 s; the event log keeps everything, "
+        "the tracking store took longer than 30 s; the event log keeps everything, and "
         f"`sparsebp sync {run.run_id}` sends it later"
     )
 

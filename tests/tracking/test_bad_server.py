@@ -116,7 +116,7 @@ def test_a_bad_server_costs_one_warning_and_no_number(
         result = Follower(run, every=1000.0, within=2.0, warn=said.append).start().stop()
     assert not result.complete
     line = result.advice(run.run_id)
-    assert line.endswith(f"; the event log keeps everything, `sparsebp sync {run.run_id}` sends it later")
+    assert line.endswith(f"; the event log keeps everything, and `sparsebp sync {run.run_id}` sends it later")
     assert "\n" not in line
     assert len(said) <= 1  # what hangs is told by the result alone
     monkeypatch.delenv("MLFLOW_TRACKING_URI")

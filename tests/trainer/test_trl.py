@@ -202,5 +202,5 @@ def test_prefixes_of_an_update_are_shared_in_trls_trainer(tmp_path: Path) -> Non
         wanted = {key: one[key] for key in LOGGED if key in one}
         assert {key: other[key] for key in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     note = engine.notes["packing of updates"]
-    assert "whose micro-batches share prefixes" in note
-    assert "ran alone" not in note
+    assert "sharing prefixes skipped" in note
+    assert "ran without shared prefixes" not in note

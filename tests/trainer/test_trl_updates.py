@@ -92,8 +92,8 @@ def test_prefixes_of_an_update_leave_losses_and_weights_of_trl_as_they_are(name:
     assert len(log) == len(logged) == own["max_steps"] + 1
     same_logs(log, logged)
     note = engine.notes["packing of updates"]
-    assert "whose micro-batches share prefixes" in note
-    assert "ran alone" not in note
+    assert "sharing prefixes skipped" in note
+    assert "ran without shared prefixes" not in note
 
 
 @pytest.mark.slow

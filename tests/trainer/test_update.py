@@ -13,7 +13,7 @@ from .test_lossless import CASES, build, losses_of
 
 # peft 0.21 asks transformers 5.23 by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-ALONE = "ran alone"
+ALONE = "ran without shared prefixes"
 # Case, whether its micro-batches share what they have in common, and arguments of its own. Label smoothing reads logits
 # of positions without a label.
 STEPS = {
@@ -40,6 +40,6 @@ def test_a_trainer_with_prefixes_of_updates_trains_the_plain_weights(name: str, 
     assert losses_of(trainer) == pytest.approx(losses_of(plain), rel=1e-4)
     assert callback.engine is not None
     note = callback.engine.notes["packing of updates"]
-    assert "whose micro-batches share prefixes" in note
+    assert "sharing prefixes skipped" in note
     assert (ALONE not in note) == shares, note
     assert is_free(trainer)

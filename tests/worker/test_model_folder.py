@@ -233,7 +233,7 @@ def test_a_quantised_base_leaves_as_plain_numbers(base: Path, tiny_recipe: Any, 
     assert find_rounded(base) is None
     following = train(Recipe.model_validate(values | {"model": model | {"name": str(folder)}}), prepared)
     (told,) = (text for text in _notes(following) if "Quantising it again" in text)
-    assert told.startswith(f"{folder} contains adapters merged into a base in nf4")
+    assert told.startswith(f"{folder} contains adapters merged into a base model quantised to nf4")
     assert not [text for text in _notes(run) if "Quantising it again" in text]
 
 

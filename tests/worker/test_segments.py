@@ -85,7 +85,7 @@ def test_two_processes_give_the_weights_that_they_give_without_segments(tiny_rec
 def test_what_a_model_cannot_be_cut_into_ends_the_run_with_one_line(tiny_recipe, prepared) -> None:
     run = prepared(_recipe(tiny_recipe, backward={"segments": 5}))
     assert work(run) == UsageError.exit_code
-    assert "segments must be 1 to 4, the number of layers, or a list of module names, got 5" in str(
+    assert "segments must be a number from 1 to 4 (the number of layers) or a list of module names, got 5" in str(
         History.load(run.path).ends[-1]
     )
 

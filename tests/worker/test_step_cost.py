@@ -25,7 +25,7 @@ def test_what_a_kept_token_must_be_worth(keep: float, worth: float) -> None:
 def test_nothing_is_said_of_a_choice_that_is_not_made() -> None:
     dense, frozen = RelativeCost(1.0, 1.1), RelativeCost(0.7, 0.8)
     assert (dense.unit_worth, dense.describe()) == (None, "")
-    assert frozen.describe().endswith("0.80 times its time (measured in turn)")
+    assert frozen.describe().endswith("0.80 times its time (timed alternately)")
 
 
 @pytest.mark.parametrize(

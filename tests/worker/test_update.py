@@ -79,8 +79,8 @@ def test_a_run_trains_the_weights_of_dense_for_fewer_flops(questions: Any, prepa
     for name, tensor in weights["dense"].items():
         assert torch.allclose(weights["update"][name], tensor, atol=2e-4), name
     assert price["update"] < 0.75 * price["share"] < 0.75 * price["dense"]
-    assert "whose micro-batches share prefixes" in notes["update"]
-    assert "share prefixes" not in notes["share"]
+    assert "sharing prefixes skipped" in notes["update"]
+    assert "sharing prefixes" not in notes["share"]
 
 
 def test_the_cost_of_an_update_whose_micro_batches_share_nothing_is_claimed_in_full(

@@ -137,7 +137,7 @@ def test_a_script_with_dropout_is_refused_by_name_and_trains_as_without(
     done = run_audit("--apply", "--", sys.executable, script, "dropout")
     assert done.returncode == CODE, done.stderr[-2000:]
     assert _losses(done.stdout, "dropout") == pytest.approx(_losses(plain, "dropout"), rel=1e-5)
-    refusal = "not applied: 'model.layers.0.self_attn' has dropout 0.1"
+    refusal = "not applied: lossless does not support 'model.layers.0.self_attn', which has dropout 0.1"
     assert f"sparsebp audit: {refusal}" in done.stderr
     assert f"lossless {refusal}" in done.stdout
     assert "the policy lossless does this for you" not in " ".join(done.stdout.split())
@@ -147,7 +147,7 @@ def test_a_script_whose_loss_reads_padding_keeps_the_plain_step(script: Path, pl
     done = run_audit("--apply", "-o", "json", "--", sys.executable, script, "padding")
     applied = _report(done).applied
     assert applied is not None
-    assert applied.headline == "not applied: the script's loss reads padding positions"
+    assert applied.headline == "not applied: the script's loss reads padding positions, which lossless skips"
     assert (applied.packed_steps, applied.refused_at) == (0, 0)
     assert _losses(done.stderr, "padding") == pytest.approx(_losses(plain, "padding"), rel=1e-5)
 

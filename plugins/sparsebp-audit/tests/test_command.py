@@ -45,7 +45,7 @@ def test_a_script_is_watched_and_goes_on_and_what_it_wastes_is_told(script: Path
 def test_json_is_what_the_committed_schema_says_and_alone_on_standard_output(script: Path, run_audit: Audit) -> None:
     done = run_audit("-o", "json", "--fail-if-waste", "0.01", "--stop", "--", sys.executable, script)
     assert done.returncode == 1
-    assert "could be left out, allowed 1.00%" in done.stderr
+    assert "of the FLOPs or bytes is wasted, allowed 1.00%" in done.stderr
     assert "step 3\n" not in done.stderr  # it was ended after its third step
     content = json.loads(done.stdout)
     jsonschema.validate(content, json.loads((ROOT / "docs" / "audit.schema.json").read_text(encoding="utf-8")))

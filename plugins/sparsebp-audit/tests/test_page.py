@@ -106,7 +106,7 @@ def test_an_audit_fits_one_screen_and_begins_with_the_verdict(
         print_audit(replace(report, findings=report.findings[place : place + 1]))
         text = " ".join(capsys.readouterr().out.split())
         assert f"to do: {report.findings[place].advice}" in text
-        assert ("(this would change results)" in text) is not report.findings[place].exact
+        assert ("(without this work, results would change)" in text) is not report.findings[place].exact
 
 
 @pytest.mark.browser

@@ -46,7 +46,7 @@ PLACES = {
     ),
 }
 REFUSED = {
-    "two trainers": (PLAIN + "other = Trainer(2)\nother.train()\n", "makes 2 trainers, in lines 3, 5"),
+    "two trainers": (PLAIN + "other = Trainer(2)\nother.train()\n", "creates 2 trainers, in lines 3, 5"),
     "no name": (
         "from transformers import Trainer\nTrainer(1).train()\n",
         "script.py:2 creates a trainer without assigning it",
@@ -67,8 +67,8 @@ REFUSED = {
         "try:\n    from trl import X\nexcept ImportError:\n    from transformers import Trainer\n" + PLAIN,
         "4 and 5",
     ),
-    "another library": (PLAIN.replace("transformers", "mine"), "makes no trainer of transformers or trl"),
-    "of its own folder": (PLAIN.replace("transformers", ".transformers"), "makes no trainer of transformers or trl"),
+    "another library": (PLAIN.replace("transformers", "mine"), "creates no trainer of transformers or trl"),
+    "of its own folder": (PLAIN.replace("transformers", ".transformers"), "creates no trainer of transformers or trl"),
     "a loop": ("out = model()\nout.loss.backward()\n", "engine.backward(out.loss) in line 2"),
     "there already": (
         PLAIN.replace("\n\n", "\nimport sparsebp_cli as sbp\n"),
@@ -183,9 +183,9 @@ FOUND = dict.fromkeys(NUMBERS, 0.5) | {
 @pytest.mark.parametrize(
     ("text", "advice", "code", "said"),
     [
-        (PLAIN, LOSSLESS_ADVICE, 0, "written: {}; as it was: {}.orig"),
+        (PLAIN, LOSSLESS_ADVICE, 0, "written: {}; the old file: {}.orig"),
         (PLAIN, "", 1, "not written: lossless would save less than 100.0% of a step"),
-        (PLAIN * 2, LOSSLESS_ADVICE, 1, "not written: script.py makes 2 trainers, in lines 3, 7: write by hand"),
+        (PLAIN * 2, LOSSLESS_ADVICE, 1, "not written: script.py creates 2 trainers, in lines 3, 7: write by hand"),
         (PLAIN, LOSSLESS_ADVICE, 7, "not written: the command ended with exit code 7"),
         ("", LOSSLESS_ADVICE, 1, "not written: the command ran no Python file"),
     ],

@@ -70,7 +70,7 @@ def test_the_changed_script_trains_to_the_same_weights_with_less_work(tmp_path: 
         '+    sbp.PolicyCallback("lossless").join(trainer)',
     ]
     old = script.with_name("train.py.orig")
-    assert f"written: {script}; as it was: {old}" in done.stderr
+    assert f"written: {script}; the old file: {old}" in done.stderr
     assert old.read_text(encoding="utf-8") == SCRIPT
     (plain, plain_flops), (packed, packed_flops) = train(old), train(script)
     # By plain gradient descent, weights differ as the sum of all gradients does.

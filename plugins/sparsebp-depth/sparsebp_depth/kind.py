@@ -52,8 +52,10 @@ DEPTH_SELECTOR = Kind(
             "The other policy replaces forwards of layers, but the depth selector must end the backward at a "
             "layer's input.",
         ),
-        rule.at_linears("Nodes are identified in the backward of all layers."),
-        rule.not_with("segments", rule.GIVEN, "segments give each layer an input that needs a gradient"),
+        rule.at_linears("SparseBP finds autograd nodes in a backward of all layers, but this policy leaves some out."),
+        rule.not_with(
+            "segments", rule.GIVEN, "segments need gradients of all layers' inputs, but this policy ends the backward"
+        ),
         rule.whole_weights(),
         rule.needs_optimizer("the choice of layers changes after each optimizer step"),
         rule.not_compiled("the backward ends at another layer at each step"),

@@ -116,7 +116,7 @@ def _carry(key: str, value: Any, settings: Settings) -> str:
     if more is None:
         name = "stage" if key == "datasets.type" else "datasets" if leaf.startswith("dataset") else leaf
         text = answer(name) or "recipes have no such key"
-        return text if rule is None else f"another kind of value; {text}"
+        return text if rule is None else f"recipes have another kind of value here; {text}"
     for name, one in more.items():
         if settings.setdefault(name, one) != one:
             return f"another key has set {name} to {show(settings[name])}"

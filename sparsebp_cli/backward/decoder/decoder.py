@@ -106,10 +106,10 @@ def find_decoder(model: nn.Module) -> Decoder:
         known = find_attention(module, layouts)
         if known is None:
             reason = explain(_name(module)) or (
-                "use another policy, or describe this layer in a plug-in: a tuple of BranchLayout in the entry-point "
-                f"group {GROUP}, under the name {_name(module)}"
+                "use another policy, or describe this layer in a plug-in, by a tuple of BranchLayout in the "
+                f"entry-point group {GROUP}, under the name {_name(module)}"
             )
-            raise UnsupportedError(f"token selection does not know {_name(module)}: {reason}")
+            raise UnsupportedError(f"token selection does not support the layer {_name(module)}: {reason}")
         core, attention = known
         arguments = argument_names(module)
         layers.append(Layer(numbers.names[number], module, core, attention.fitted(arguments), arguments))

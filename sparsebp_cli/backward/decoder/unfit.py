@@ -45,13 +45,13 @@ _UNFIT = {
         _ENCODER,
     ),
     "LongcatFlashDecoderLayer": "it has two attention modules",
-    "Llama4TextDecoderLayer": "its attention computes position numbers itself, from the number of rows",
-    "DogeDecoderLayer": "its attention builds its own mask from the values",
-    "GPTBigCodeBlock": "its model reshapes the output of the last layer to all positions",
+    "Llama4TextDecoderLayer": "its attention computes position numbers itself, from the length of its input",
+    "DogeDecoderLayer": "its attention computes its own mask from the value vectors",
+    "GPTBigCodeBlock": "its model expects outputs of the last layer for all positions",
     "HrmTextDecoderLayer": "its model runs each layer several times",
     "JetMoeDecoderLayer": "the queries of its attention are computed by experts",
     "PhimoeDecoderLayer": "its routers draw experts at random",
-    "XGLMDecoderLayer": "its attention is computed by code of its own",
+    "XGLMDecoderLayer": "its attention does not use transformers' attention interface",
 }
 
 

@@ -77,7 +77,7 @@ class Float8Layout(WeightLayout):
     def apply(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource, saved: Saved | None = None
     ) -> Tensor:
-        assert saved is None, "refused at attach"
+        assert saved is None, "attach should have refused it"
         # Like torchao's forward, which reads CUDA's autocast state on every device.
         if torch.is_autocast_enabled("cuda"):
             x = x.to(torch.get_autocast_dtype("cuda"))
@@ -183,7 +183,7 @@ class _Float8Product(Function):
         assert isinstance(form, Float8Layout)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         selection = decider.decide(grad_NO, grad.shape[:-1], ctx.input_shape[-1], needs)
-        assert not isinstance(selection, Split), "refused at attach"
+        assert not isinstance(selection, Split), "attach should have refused it"
         rows = (
             selection if isinstance(selection, Rows) and not decider.reference and form.rows_are_independent else None
         )

@@ -138,7 +138,7 @@ class SelectorVisitor(Visitor):
         shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.flatten(0, -2)
         site = Site(name, shown.shape[1], (1,) if grad.dim() < 2 else tuple(grad.shape[:-1]), self._layer_of(module))
         selection = self._engine.decisions.decide(site, Seen(shown), NoCost())
-        assert not isinstance(selection, Split), "refused at attach"
+        assert not isinstance(selection, Split), "attach should have refused it"
         return grad if selection is None else selection.apply(shown).view(grad.shape)
 
     def _layer_of(self, module: str) -> int | None:

@@ -92,13 +92,11 @@ def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRow
     if not shape or shape[0] in sizes or (len(shape) > 1 and not sizes):
         return None
     if len(shape) > 1:
-        return BatchRows(shape, f"its input begins with {shape[0]} rows, but the model got {_describe(sizes)}")
+        return BatchRows(shape, f"its input has the shape {shape}, but the model got {_describe(sizes)}")
     found = _joined_from(x)
     if found is None:
         return BatchRows(shape, UNPROVED) if sizes else None
-    unknown = (
-        "" if not sizes or found[0] in sizes else (f"rows come from {found}, but the model got {_describe(sizes)}")
-    )
+    unknown = "" if not sizes or found[0] in sizes else (f"its input was {found}, but the model got {_describe(sizes)}")
     return BatchRows(found, unknown)
 
 

@@ -34,15 +34,15 @@ COLUMNS = {
 }
 # Without padding and prompts nothing can be skipped exactly, so plain texts get a policy that selects.
 SECOND = {
-    "completion": ("lossless", "policy: lossless", "the same gradient; skips padding and the head at prompt positions"),
-    "chat": ("lossless", "policy: lossless", "the same gradient; skips padding and the head at other turns"),
+    "completion": ("lossless", "policy: lossless", "the dense gradient, computed without padding or head at prompts"),
+    "chat": ("lossless", "policy: lossless", "the dense gradient, computed without padding or head at user turns"),
     "text": (
         "random-rows",
         "policy:\n  - name: random\n    keep: 0.25\n    along: rows",
         "a quarter of the token rows of each gradient, drawn at random",
     ),
-    "classification": ("lossless", "policy: lossless", "the same gradient; skips padding"),
-    "glue": ("lossless", "policy: lossless", "the same gradient; skips padding"),
+    "classification": ("lossless", "policy: lossless", "the dense gradient, computed without padding"),
+    "glue": ("lossless", "policy: lossless", "the dense gradient, computed without padding"),
 }
 
 
@@ -192,7 +192,7 @@ def describe_environment(prefix: Path, *, is_virtual: bool) -> str:
         return ""
     lines = (
         "",
-        "The commands are those of this environment:",
+        "The commands need this virtual environment:",
         "",
         "```console",
         f"$ . {shlex.quote(str(script))}",

@@ -93,7 +93,7 @@ def _list_contents(
     groups = comparison.groups
     parts = {
         ("words", "In words"): True,
-        ("doubts", "Before believing it"): bool(comparison.warnings) or has_missing,
+        ("doubts", "Before you believe the result"): bool(comparison.warnings) or has_missing,
         ("differences", "Differences to the baseline"): len(groups) > 1,
         ("course", "Curves"): True,
         ("depth", "Layers"): any(group.layers.figures for group in groups),
@@ -101,7 +101,7 @@ def _list_contents(
     found = [part for part, is_there in parts.items() if is_there]
     found += [(f"table-{number}", grid.title) for number, grid in enumerate(grids, start=1)]
     found += [("numbers-curves", "The curves in numbers")] if has_numbers else []
-    return [*found, ("again", "How to make it again")]
+    return [*found, ("again", "How to repeat the comparison")]
 
 
 def _basis(comparison: Comparison) -> str:

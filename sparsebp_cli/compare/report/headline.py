@@ -9,7 +9,7 @@ from sparsebp_cli.compare.statement import OUTCOMES, Outcome, Statement
 from sparsebp_cli.compare.words import say
 
 MOST_NAMES = 6
-OTHER_TRAINING = "after other steps or with another batch"
+OTHER_TRAINING = "with another number of steps or another batch size"
 HEADINGS: dict[Outcome, str] = {"lower": f"lower {OTHER_TRAINING}", "higher": f"higher {OTHER_TRAINING}"}
 
 

@@ -7,7 +7,7 @@ from sparsebp_cli.policy.rule import ABSENT, GIVEN, SEVERAL, Conditions, Rule
 # Combinations that no recipe can contain: the user wrapped the model, or gave no optimizer.
 OWN_LOOP = (
     Rule(
-        "{checkpointing} is for recipes: call model.gradient_checkpointing_enable() before attach instead",
+        "{checkpointing} works only in recipes: call model.gradient_checkpointing_enable() before attach instead",
         options={"checkpointing": ("full",), "loop": ("own", "trainer")},
         blame="checkpointing",
     ),

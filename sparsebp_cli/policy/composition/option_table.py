@@ -86,14 +86,14 @@ OPTIONS = (
     *(
         Rule(
             "{peft} with {quantization} is not supported: this method cannot read quantised weights; use model.lora, "
-            "or another type",
+            "or another type of model.peft",
             options={"peft": types, "quantization": (quantization,)},
             blame="peft",
         )
         for quantization, types in READERS.items()
     ),
     Rule(
-        "{quantization} with {float8} is not supported: give one of them",
+        "{quantization} with {float8} is not supported: give only one of them",
         options={"quantization": GIVEN, "float8": GIVEN},
         blame="quantization",
     ),

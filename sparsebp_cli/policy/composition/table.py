@@ -42,14 +42,14 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
     broken = f"; {'; '.join(known.problems)}" if known.problems else ""
     return (
         Rule(
-            "{policy}: its class derives from no installed kind of policy; a package adds kinds by the entry-point "
+            "{policy} must derive from an installed kind of policy; a package adds kinds by the entry-point "
             "group sparsebp.kinds. Installed: "
             + ", ".join(kind.name for kind in known.kinds)
             + broken.replace("{", "{{").replace("}", "}}"),
             policy={"kind": ("",)},
         ),
         Rule(
-            "{other} and {policy} make the same decision ({kind}) at the same place: give one of them",
+            "{other} and {policy} make the same decision ({kind}) at the same place: give only one of them",
             policy=_of(known, lambda kind: not kind.may_repeat),
             other={"kind": SAME},
         ),

@@ -76,7 +76,7 @@ def find_on(device: torch.device, product: torch.dtype | None = None) -> Any:
         operation = import_module("sparsebp_cli.policy.kernel.operation")  # built with the machine's C compiler
         check = import_module("sparsebp_cli.policy.kernel.check")
         wrong = check.find_wrong(operation, device, product)
-        reason = f"wrong: {', '.join(wrong)}"
+        reason = f"wrong results: {', '.join(wrong)}"
     except Exception as error:  # no compiler, a folder without write access, a device that Triton does not support
         wrong, reason = ["all"], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     if wrong:

@@ -252,7 +252,7 @@ def test_a_decoder_without_position_numbers_is_refused_when_it_is_attached() -> 
     config = BartConfig(
         vocab_size=60, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=24, dropout=0.0
     )
-    with pytest.raises(UnsupportedError, match="BartForCausalLM takes no position_ids"):
+    with pytest.raises(UnsupportedError, match="position_ids, which BartForCausalLM does not take"):
         sbp.attach(BartForCausalLM(config).train(), "lossless")
 
 

@@ -351,7 +351,7 @@ def test_where_the_plain_step_mixes_examples_the_packed_one_is_used_and_named(
     expected = gradient(model)
     with sbp.attach(model, "lossless") as engine:
         engine.backward(model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss)
-        assert "the ordinary step is wrong: there, outputs differ" in engine.notes["packing"]
+        assert "the ordinary step is wrong: its outputs differ" in engine.notes["packing"]
     assert (gradient(model) - expected).norm() <= 1e-5 * expected.norm()
 
 

@@ -211,12 +211,12 @@ def test_an_encoder_decoder_with_nothing_to_leave_out_is_plain_bit_for_bit() -> 
     expected = gradients(model, None, batch)
     with sbp.attach(model, "lossless") as engine:
         got = gradients(model, engine, batch)
-        assert engine.notes["packing"] == "nothing to leave out in 1 batches"
+        assert engine.notes["packing"] == "nothing to skip in 1 batches"
     assert all(torch.equal(one, other) for one, other in zip(expected[1], got[1], strict=True))
 
 
 def test_an_encoder_decoder_without_a_head_above_its_decoder_is_refused() -> None:
-    text = "{} is an encoder-decoder without a language-model head above its decoder"
+    text = "lossless needs a language-model head above the decoder, which the encoder-decoder {} lacks"
     with pytest.raises(UnsupportedError, match=text.format("BartModel")):
         sbp.attach(BartModel(bart().config).train(), "lossless")
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}

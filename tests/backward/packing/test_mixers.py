@@ -160,7 +160,7 @@ def test_dropout_of_adapters_inside_such_a_layer_is_refused_at_once() -> None:
 
 def test_a_recurrence_without_an_initial_state_is_refused_at_once() -> None:
     model = JambaForCausalLM(JambaConfig(**SIZES, **HEADS, num_experts=1))
-    with pytest.raises(UnsupportedError, match="JambaForCausalLM does not compute attention through"):
+    with pytest.raises(UnsupportedError, match="interface, which JambaForCausalLM does not use"):
         sbp.attach(model, "lossless")
 
 

@@ -231,7 +231,7 @@ def test_evaluations_are_packed_and_detaching_restores_the_model() -> None:
 
 
 def test_mode_detach_beside_lossless_is_refused_with_a_way_out() -> None:
-    both = "SelectedTokens and Lossless in one forward need mode: exact: set this mode, or give one of them"
+    both = "SelectedTokens and Lossless in one forward need mode: exact: set this mode, or give only one of them"
     with pytest.raises(UnsupportedError) as raised:
         sbp.attach(llama(), [exact(mode="detach"), lossless()])
     assert str(raised.value) == both

@@ -268,7 +268,7 @@ def test_a_model_that_shapes_the_output_of_its_layers_gets_it_whole() -> None:
     rows = rows_of(model.transformer.h[-1].mlp)
     with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
         got = gradients(model, engine, batch)
-        assert "of the last layer's, in 1" in packing(engine)
+        assert "of the last layer's rows, in 1" in packing(engine)
     assert error(expected[1], got[1]) < LIMIT
     assert rows[-1] == trained < rows[0]
 
@@ -351,7 +351,7 @@ def test_nothing_to_leave_out_is_the_plain_step_bit_for_bit() -> None:
     expected = gradients(model, None, batch)
     with sbp.attach(model, whole) as engine:
         got = gradients(model, engine, batch)
-        assert packing(engine) == "nothing to leave out in 1 batches"
+        assert packing(engine) == "nothing to skip in 1 batches"
     assert all(torch.equal(a, b) for a, b in zip(expected[1], got[1], strict=True))
 
 
@@ -475,7 +475,7 @@ def test_a_term_that_a_model_adds_to_its_loss_is_kept(dtype: torch.dtype) -> Non
             "has dropout 0.4",
         ),
         (lambda: _bert(BertForMaskedLM).to(torch.float32).apply(_drop), "has dropout 0.5"),
-        (lambda: llama().apply(_count_tokens), "'model.embed_tokens' divides .* set scale_grad_by_freq to False"),
+        (lambda: llama().apply(_count_tokens), "'model.embed_tokens', which divides .* scale_grad_by_freq to False"),
     ],
     ids=["attention dropout", "no transformers", "LoHa", "LoKr", "OFT", "dropout", "frequencies"],
 )

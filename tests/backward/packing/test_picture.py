@@ -56,6 +56,6 @@ def test_an_argument_that_is_no_picture_is_refused_before_the_training() -> None
 
 def test_a_model_that_reads_the_attention_mask_is_refused_with_a_way_out() -> None:
     model, batch = pictured().train(), make_batch("right", "completion", "groups")
-    text = "this model reads ndim of the attention mask itself: train it without lossless"
+    text = "lossless does not support this model, which reads ndim of the attention mask"
     with sbp.attach(model, "lossless") as engine, pytest.raises(UnsupportedError, match=text):
         gradients(model, engine, batch)

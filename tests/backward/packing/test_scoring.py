@@ -138,7 +138,7 @@ def test_a_reference_that_is_the_model_is_refused_and_one_that_mixes_is_plain() 
     with pytest.raises(UsageError, match="reference must not be the trained model"):
         sbp.attach(model, "lossless", reference=model)
     with sbp.attach(model, "lossless", reference=nn.Linear(2, 2)) as engine:
-        assert engine.notes[OF_REFERENCE].startswith("runs plainly: lossless needs a transformers model")
+        assert engine.notes[OF_REFERENCE].startswith("the reference model runs without lossless: lossless needs")
     with pytest.raises(UsageError, match="no policy uses a reference"):
         sbp.attach(model, "dense", reference=tiny_model("llama"))
 

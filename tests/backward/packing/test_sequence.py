@@ -111,7 +111,7 @@ def test_a_row_of_which_every_position_is_trained_runs_the_plain_step_bit_for_bi
     loss, expected = gradients(model, None, batch)
     with sbp.attach(model, "lossless") as engine:
         own, grads = gradients(model, engine, batch)
-        assert "nothing to leave out" in engine.notes["packing"]
+        assert "nothing to skip" in engine.notes["packing"]
     assert torch.equal(loss, own)
     assert all(torch.equal(one, other) for one, other in zip(expected, grads, strict=True))
 

@@ -151,7 +151,7 @@ def test_an_update_has_the_gradient_of_one_example_at_a_time(family: str) -> Non
         with attach(model) as engine:
             for given in (rows, shuffled(rows)):
                 assert error(expected, train(model, engine, split(given, 3, what))) < LIMIT, what
-        assert "token positions not computed again, in 2 of 2 updates" in engine.notes["packing of updates"]
+        assert "token positions in 2 of 2 updates" in engine.notes["packing of updates"]
 
 
 def test_padding_on_the_left_and_single_examples_change_nothing() -> None:
@@ -161,7 +161,7 @@ def test_padding_on_the_left_and_single_examples_change_nothing() -> None:
         expected = train(model, None, batches)
         with attach(model) as engine:
             assert error(expected, train(model, engine, batches)) < LIMIT, (size, pad)
-            assert "token positions not computed again" in engine.notes["packing of updates"]
+            assert "sharing prefixes skipped" in engine.notes["packing of updates"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
@@ -225,7 +225,7 @@ def test_a_micro_batch_with_other_adapters_shares_no_prefix(way: str, verify: st
     expected = run(None)
     with attach(model, verify=verify) as engine:
         assert error(expected, run(engine)) < LIMIT
-        assert "1 micro-batches ran alone: " in engine.notes["packing of updates"]
+        assert "1 micro-batches ran without shared prefixes: " in engine.notes["packing of updates"]
 
 
 def test_a_loss_of_ones_own_over_logits_has_the_same_gradient() -> None:
@@ -345,7 +345,7 @@ def test_a_forward_that_reads_more_than_was_said_computes_its_own(which: int) ->
         for batch in given:
             engine.backward(model(**batch, num_items_in_batch=items).loss)
         assert error(expected, take_gradients(model)) < LIMIT
-        assert "1 micro-batches ran alone: they read positions that engine.expect" in engine.notes["packing of updates"]
+        assert "1 micro-batches ran without shared prefixes: they needed" in engine.notes["packing of updates"]
 
 
 def test_micro_batches_without_a_common_prefix_run_as_without_a_plan() -> None:
@@ -457,8 +457,7 @@ def test_the_plan_says_how_many_rows_are_held_at_a_time() -> None:
     # Of 4 prompts of 64 behind 18 common tokens, each in two micro-batches; the first 18 in eight.
     saved, held = 4 * 64 + 7 * 18, 18 + 64
     assert engine.notes["packing of updates"] == (
-        f"{saved} token positions not computed again, in 1 of 1 updates whose micro-batches share prefixes; "
-        f"at most {held} positions in memory"
+        f"sharing prefixes skipped {saved} token positions in 1 of 1 updates; at most {held} positions in memory"
     )
 
 

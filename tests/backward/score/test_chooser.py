@@ -174,7 +174,7 @@ def test_what_is_missing_is_told_before_the_model_is_changed(policies, options, 
 
 
 def test_a_reference_of_another_vocabulary_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="64 tokens, like the trained model, got 70"):
+    with pytest.raises(UnsupportedError, match="64 tokens, like the trained model's, got 70"):
         attach(tiny_decoder("llama"), [SelectedTokens(**EXCESS)], reference=tiny_decoder("llama", vocab_size=70))
 
 

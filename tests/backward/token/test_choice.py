@@ -133,7 +133,7 @@ def test_labels_that_are_missing_are_asked_for() -> None:
     [
         (torch.ones(3, 16), torch.ones(3, 16), "must be torch.bool of shape"),
         (torch.ones(3, 15, dtype=torch.bool), torch.ones(3, 16, dtype=torch.bool), r"of shape \(3, 16\)"),
-        (torch.ones(3, 16, dtype=torch.bool), torch.ones(3, 16, dtype=torch.bool), "3 positions that have no label"),
+        (torch.ones(3, 16, dtype=torch.bool), torch.ones(3, 16, dtype=torch.bool), "positions without a label, got 3"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused(trained: torch.Tensor, carries: torch.Tensor, complaint: str) -> None:

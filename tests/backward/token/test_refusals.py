@@ -32,7 +32,7 @@ TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attent
 
 
 def test_an_architecture_that_is_not_known_is_named_with_what_an_adapter_needs() -> None:
-    with pytest.raises(UnsupportedError, match=r"does not know BartDecoderLayer: .* BranchLayout .*sparsebp\.layouts"):
+    with pytest.raises(UnsupportedError, match=r"the layer BartDecoderLayer: .* BranchLayout .*sparsebp\.layouts"):
         sbp.attach(BartForCausalLM(BART), [Marked()])
 
 
@@ -40,14 +40,14 @@ def test_an_architecture_that_is_not_known_is_named_with_what_an_adapter_needs()
     ("family", "options", "reason"),
     [
         ("mamba", {"state_size": 4}, "mix neighbouring positions"),
-        ("xglm", {"d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48}, "code of its own"),
+        ("xglm", {"d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48}, "transformers' attention"),
     ],
 )
 def test_an_architecture_that_cannot_have_a_layout_is_refused_with_the_reason(
     family: str, options: dict[str, Any], reason: str
 ) -> None:
     model = tiny(family, **options)
-    with pytest.raises(UnsupportedError, match=f"token selection does not know .*{reason}"):
+    with pytest.raises(UnsupportedError, match=f"token selection does not support the layer .*{reason}"):
         sbp.attach(model, [Marked()])
 
 
@@ -89,7 +89,7 @@ def pictured() -> PaliGemmaForConditionalGeneration:
                     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
                 )
             ),
-            "does not know BertLayer",
+            "does not support the layer BertLayer",
         ),
         (pictured, "a text-only model, not a PaliGemmaConfig"),
         (lambda: tiny_decoder("gemma3_text", use_bidirectional_attention=True), "sets use_bidirectional_attention"),
@@ -131,8 +131,8 @@ def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
         ({"output_attentions": True}, "output_attentions"),
         ({"logits_to_keep": 3}, "logits_to_keep"),
         ({"shift_labels": random_ids()}, "shift_labels"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "layers that get the argument cu_seq_lens_q"),
-        ({"is_causal": True}, "layers that get the argument is_causal"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "layers with this input: cu_seq_lens_q"),
+        ({"is_causal": True}, "layers with this input: is_causal"),
     ],
 )
 def test_an_argument_that_cannot_be_cut_is_refused(extra: dict[str, Any], complaint: str) -> None:

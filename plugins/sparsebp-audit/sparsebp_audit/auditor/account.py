@@ -163,7 +163,7 @@ def _detail(session: Session, kind: str, waste: Waste, names: list[str], num_mod
         lost = sum(one.discarded != 0 for one in ledger.passes)
         return f"in {lost} of {len(ledger.passes)} backward passes; {where}"
     others = {
-        "shared-prefix": f"{ledger.shared:,} of {ledger.real:,} positions are in a prefix of an earlier example",
+        "shared-prefix": f"{ledger.shared:,} of {ledger.real:,} positions repeat a prefix of an earlier example",
         "zero-rows": f"{waste.body_share:.1%} of the gradient rows below the head are zero, padding included; {where}",
     }
     return others.get(kind, where)
@@ -222,7 +222,7 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
     if not verdict.is_judged:
         yield "the audit saw fewer than two optimizer steps, so it did not judge whether parameters change"
     if session.modules.has_compiled:
-        yield "the audit switched torch.compile off: compiled code may compute and save less"
+        yield "the audit switched torch.compile off: compiled code may compute and save less than this report says"
     if ledger.passes and not ledger.visited:
         yield "the audit could not see into the backward passes: they ran in another thread than the watched one"
     if not session.saved.has_seen:
@@ -231,7 +231,7 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
         by = {ledger.withholding.get(session.parameters.by_name[name].bit, "") for name in verdict.withheld}
         functions = ", ".join(sorted(by - {""}))
         yield (
-            f"not trained, although the loss depends on them and they are in an optimizer: {_list(verdict.withheld)}"
+            f"not trained, although the loss depends on these parameters of an optimizer: {_list(verdict.withheld)}"
             + (f"; {functions} returned no gradient for them" if functions else "")
         )
     for name, rows in ledger.ended.items():

@@ -31,8 +31,8 @@ from sparsebp_cli.policy.composition import BackwardOptions
 TIMED = 20  # steps of each kind
 # which of four steps have less work; a drift of the machine affects both kinds equally
 TURN = (False, True, True, False)
-NOT_FASTER = "steps with less work were not faster"
-NOTHING_SEEN = "the training ended before its steps were watched"
+NOT_FASTER = "steps with lossless were not faster than steps without it"
+NOTHING_SEEN = "the training ended before the audit was complete"
 
 
 class Application:
@@ -142,7 +142,7 @@ class Application:
             if packing.failure and not result.refusal:  # after the last step
                 result = replace(result, refusal=packing.failure, refused_at=self._refused_at(result))
             if not result.packed_steps and not result.refusal:
-                result = replace(result, refusal=NOTHING_SEEN.replace("were watched", "could be packed"))
+                result = replace(result, refusal=NOTHING_SEEN.replace("the audit was complete", "lossless ran"))
         return replace(result, plain=times[False], lossless=times[True])
 
     def stop(self) -> None:
@@ -199,9 +199,9 @@ class Application:
         free = [name for name in names if id(by_name[name].tensor) not in held]
         measured = session.watch.gradient_reads.measured_elsewhere
         used = [name for name in free if by_name[name].bit & measured]
-        why = "gradient clipping, or something else that takes a norm, reads them" if used else ""
+        why = "gradient clipping, or something else that computes a norm, reads these gradients" if used else ""
         if len(free) < len(names):
-            why = "an optimizer that has not stepped yet holds some of their parameters"
+            why = "an optimizer that has not stepped yet holds some of these parameters"
         return [name for name in free if name not in used], why
 
     def _watch_groups(self, add: Callable[..., None]) -> Callable[..., None]:

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
 
 READS_LOGITS = (
-    "the script reads logits besides the loss, but packing computes them at trained positions only: if these are "
+    "the script reads logits besides the loss, but lossless computes them at trained positions only: if these are "
     "enough, attach lossless in the script"
 )
-READS_PADDING = "the script's loss reads padding positions"
-READS_TUPLE = "the script unpacks the model's output as a tuple"
+READS_PADDING = "the script's loss reads padding positions, which lossless skips"
+READS_TUPLE = "the script unpacks the model's output as a tuple, which lossless does not support"
 
 
 class ScriptPacking:

@@ -26,8 +26,8 @@ SAME = 0.02  # relative difference of weights that counts as none; bfloat16 has 
 NEXT_TOKEN = 0.9  # fraction of labels that are the next token, above which a head counts as predicting it
 PER_TOKEN = "log_probs"  # outputs of this name are already taken at the label
 TO_DIVIDE = (
-    "divide by the labels of the whole step: num_items_in_batch of transformers' Trainer, or the sum of all "
-    "micro-batches' losses over the number of their labels"
+    "divide the loss by the number of labels of the whole step: use num_items_in_batch of transformers' Trainer, or "
+    "sum the loss over the labels of all micro-batches, and divide by their number"
 )
 
 
@@ -83,7 +83,7 @@ class LossReader:
                     "crossing",
                     f"{crossing} of {labels} labels are first tokens of an example, which the model predicts from the "
                     "last position of the previous example",
-                    "set the label of each example's first token to -100 in rows of several examples",
+                    "in rows with several examples, set the label of each example's first token to -100",
                 )
             )
         uneven = _find_uneven([call for call in self.calls if call.weights])
@@ -181,8 +181,8 @@ class LossReader:
             )
         elif found is None and not self.unread:
             self.unread = (
-                "the audit cannot run the loss again on other outputs, so it cannot see what the loss "
-                "reads without a gradient"
+                "the audit cannot run the loss again on other outputs, so it cannot see whether the loss "
+                "reads detached values of other examples"
             )
 
     def _depends(
@@ -256,6 +256,6 @@ def _find_uneven(calls: list[ScriptCall]) -> LossJudgement | None:
     return LossJudgement(
         "uneven",
         f"a token of micro-batch {high + 1} weighs {means[high] / means[low]:.2f} times as much as one of micro-batch "
-        f"{low + 1}: each loss is averaged over its own labels ({counts[high]} and {counts[low]})",
+        f"{low + 1}: each micro-batch's loss is averaged over its own labels ({counts[high]} and {counts[low]})",
         TO_DIVIDE,
     )

@@ -30,7 +30,7 @@ RECURRENT: tuple[str, ...] = (
     "gru",
 )
 RECURRENT += ("lstm", "mixer", "kda", "hyena")
-PADDED = "train it on padded rows"
+PADDED = "train the model on padded rows, one example in each"
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[MendVariant]:
     if several:
         without = {name: value for name, value in inputs.items() if name != "attention_mask"}
         has_ones = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
-        ones = "the batch has an attention_mask of ones besides position numbers, but transformers looks for several "
-        ones += "examples in a row only without a mask"
-        cache = "the key/value cache is on, but transformers looks for several examples in a row only without one"
+        ones = "the batch has an attention_mask of ones, but transformers detects several examples in a row only if "
+        ones += "the batch has no mask"
+        cache = "the key/value cache is on, but transformers detects several examples in a row only if it is off"
         off = "set model.config.use_cache = False, or pass use_cache=False"
         if has_ones:
             yield MendVariant(ones, "leave attention_mask out of packed batches", without)
@@ -112,7 +112,7 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[MendVariant]:
             "the 4-D attention mask of the batch lets an example read others in its row"
             if is_own
             else "the model builds its attention mask without position_ids, so examples of a row read each other",
-            f"pass a 4-D attention mask that covers other examples, or {PADDED}",
+            f"pass a 4-D attention mask that hides other examples, or {PADDED}",
             inputs | {"attention_mask": blocks, "use_cache": False},
         )
         return
@@ -143,9 +143,9 @@ def _guess(found: BatchJudgement, examples: Examples) -> tuple[str, str]:
     is_read = found.leak > found.leak_limit
     if examples.several and is_read and any(word in words for word in RECURRENT):
         return (
-            f"{found.module_class} continues from one example of a row into the next",
-            f"{PADDED}, or with kernels that are given the limits of examples (causal-conv1d and mamba-ssm or "
-            f"flash-linear-attention on CUDA, with {LENGTHS[0]} or seq_idx in the batch)",
+            f"{found.module_class} carries values from one example of a row into the next",
+            f"{PADDED}, or put {LENGTHS[0]} or seq_idx into the batch and use CUDA kernels that read it "
+            "(causal-conv1d, and mamba-ssm or flash-linear-attention)",
         )
     if examples.several and "position" in words:
         return "the model counts positions through the whole row, whatever position_ids say", PADDED

@@ -93,7 +93,7 @@ class Applied:
             return ""
         factor = self.plain.median_seconds / self.lossless.median_seconds
         return (
-            f"step time, measured in turn: without lossless {self.plain.describe()}, with lossless "
+            f"step time, measured in alternating steps: without lossless {self.plain.describe()}, with lossless "
             f"{self.lossless.describe()}: {factor:.2f} times as fast"
         )
 
@@ -113,9 +113,10 @@ class Applied:
                 f"relative error {self.error:.1e}"
             )
         if self.switched_off:
-            found.append(f"gradients switched off, since no optimizer holds them: {', '.join(self.switched_off)}")
+            names = ", ".join(self.switched_off)
+            found.append(f"requires_grad switched off for parameters that no optimizer holds: {names}")
         if self.left_on:
-            found.append(f"gradients that no optimizer holds stay on: {self.left_on}")
+            found.append(f"gradients of parameters that no optimizer holds are still computed: {self.left_on}")
         return [line for line in found if line]
 
     @classmethod

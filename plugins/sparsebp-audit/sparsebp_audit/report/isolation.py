@@ -81,7 +81,7 @@ class BatchJudgement:
         if self.verdict == "unjudged":
             return [f"{self.model}: not judged: {self.reason}"]
         if self.verdict == "alone":
-            return [f"{size}: each as if alone (outputs within {self.difference:.0e}, gradient within {self.leak:.0e})"]
+            return [f"{size}: each as if alone (difference: outputs {self.difference:.0e}, gradient {self.leak:.0e})"]
         if self.verdict == "purpose":
             return [f"{size}: mixed on purpose by {self.reason} (outputs differ by {self.difference:.1e})"]
         worst = f"outputs of {self._named()} differ by up to {self.difference:.1%} from outputs computed alone"

@@ -21,11 +21,11 @@ LOSSLESS_ADVICE = "; the policy lossless does this for you: `sparsebp audit --ap
 KINDS: dict[str, FindingKind] = {
     "frozen-wgrad": FindingKind(
         "weight gradients of frozen parameters",
-        "in the Function, multiply in the backward and save the input only where ctx.needs_input_grad is true",
+        "in the autograd Function, get the weight's gradient and save the input only if ctx.needs_input_grad is true",
     ),
     "dropped-gradient": FindingKind(
         "gradients that autograd drops",
-        "in the Function's backward, return None where ctx.needs_input_grad is false",
+        "in the autograd Function's backward, return None where ctx.needs_input_grad is false",
     ),
     "unread-leaf": FindingKind(
         "gradients of inputs that nobody reads",
@@ -42,7 +42,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "zero-rows": FindingKind(
         "products with rows of the gradient that are exactly zero",
-        "cut each batch after its last trained position; only a backward that skips rows can save the rest",
+        "cut each batch after its last trained position; only a backward that skips rows avoids zero rows before it",
     ),
     "shared-prefix": FindingKind(
         "prefixes that examples of a batch share",
@@ -50,10 +50,10 @@ KINDS: dict[str, FindingKind] = {
     ),
     "unread-saved": FindingKind(
         "tensors saved for the backward that it never reads",
-        "save only what the backward will read: ctx.save_for_backward where ctx.needs_input_grad says so",
+        "call ctx.save_for_backward only for tensors that the backward reads: ctx.needs_input_grad shows which",
     ),
     "unvisited-saved": FindingKind(
-        "activations saved where no backward came",
+        "activations saved for a backward that never ran",
         "compute what is not part of the loss under torch.no_grad(), or detach its input",
     ),
     "unheld": FindingKind(
@@ -66,8 +66,8 @@ KINDS: dict[str, FindingKind] = {
     ),
     "idle-state": FindingKind(
         "optimizer state of parameters that were not trained at the last step",
-        "to save memory, del optimizer.state[parameter] when a parameter's turn ends; the parameter's next turn then "
-        "starts with new state",
+        "to save memory, delete optimizer.state[parameter] when you stop training a parameter; if you train it again, "
+        "it starts with new state",
         exact=False,
     ),
     "zero-gradient": FindingKind(

@@ -11,7 +11,7 @@ from sparsebp_audit.report.report import AuditReport, Finding, ModuleWork
 from sparsebp_cli.compare.page import check_path, render
 from sparsebp_cli.run import durable
 
-COLUMNS = ("modules", "forward", "dgrad", "wgrad", "other", "again", "wasted", "saved", "wasted of it")
+COLUMNS = ("modules", "forward", "dgrad", "wgrad", "other", "again", "wasted", "saved", "wasted bytes")
 _STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -47,10 +47,10 @@ def summary(report: AuditReport) -> list[str]:
     return [
         f"watched {report.steps} step{'s' * (report.steps != 1)} with {passes}",
         f"a step: forward {count(report.forward_flops, 'FLOP')}, backward {count(report.backward_flops, 'FLOP')}"
-        + (f", computed again {count(report.recomputed_flops, 'FLOP')}" if report.recomputed_flops else "")
-        + (f"; without gradients {count(report.ungraded_flops, 'FLOP')}" if report.ungraded_flops else ""),
+        + (f", recomputed in the backward {count(report.recomputed_flops, 'FLOP')}" if report.recomputed_flops else "")
+        + (f"; forwards without gradients {count(report.ungraded_flops, 'FLOP')}" if report.ungraded_flops else ""),
         f"memory: parameters {count(report.parameter_bytes, 'B')}, gradients {count(report.gradient_bytes, 'B')}, "
-        f"optimizer {count(report.optimizer_bytes, 'B')}, saved by a pass {count(report.saved_bytes, 'B')}",
+        f"optimizer {count(report.optimizer_bytes, 'B')}, saved for a backward {count(report.saved_bytes, 'B')}",
     ]
 
 
@@ -81,8 +81,8 @@ def _cell(value: float, unit: str = "") -> str:
 
 
 BOUND = (
-    "Savings are upper bounds, from FLOPs and bytes: the time saved depends on the machine's kernels. No work is "
-    "in two findings. Saved bytes are those of one backward pass."
+    "Savings are upper bounds, from FLOPs and bytes: the time saved depends on the machine's kernels. No two "
+    "findings count the same work. Bytes saved for the backward are those of one backward pass."
 )
 
 

@@ -142,7 +142,8 @@ def _check_gates(report: AuditReport, fail_if_waste: float | None, *, fail_if_mi
         print_line(f"failed: {report.examples.headline}", stderr=True)
         raise typer.Exit(CHECK_FAILED)
     if fail_if_waste is not None and report.waste_share > fail_if_waste:
-        print_line(f"failed: {report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True)
+        share = f"{report.waste_share:.2%} of the FLOPs or bytes"
+        print_line(f"failed: {share} is wasted, allowed {fail_if_waste:.2%}", stderr=True)
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -176,7 +177,7 @@ def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:
     except UsageError as error:
         print_line(f"not written: {error}", stderr=True)
         return False
-    print_line(f"written: {change.file}; as it was: {kept}", stderr=True)
+    print_line(f"written: {change.file}; the old file: {kept}", stderr=True)
     return True
 
 

@@ -61,6 +61,6 @@ def _cells(finding: Finding) -> tuple[str, ...]:
 def _describe(finding: Finding) -> str:
     """Return a sentence with the finding, its place, and the remedy."""
     named = where(finding.modules)
-    hint = "" if finding.exact else " (this would change results)"
+    hint = "" if finding.exact else " (without this work, results would change)"
     place = f"\n  where: {named}" if named else ""
     return f"{finding.title}: {finding.detail}{hint}{place}\n  to do: {finding.advice}"

@@ -67,7 +67,7 @@ def find_objection(report: AuditReport) -> str:
     applied = report.applied
     plain, light = (None, None) if applied is None else (applied.plain, applied.lossless)
     if applied and plain and light and light.median_seconds >= plain.median_seconds:
-        return f"steps with less work were not faster: {applied.times()}"
+        return f"steps with lossless were not faster: {applied.times()}"
     if any(finding.advice.endswith(LOSSLESS_ADVICE) for finding in report.findings):
         return ""
     refusals = [note for note in report.notes if note.startswith(LOSSLESS_REFUSED)]
@@ -193,13 +193,13 @@ def _find_place(file: str, tree: ast.Module) -> ScriptPlace:
 
 def _count(tree: ast.Module, lines: list[int]) -> str:
     if lines:
-        return f"makes {len(lines)} trainers, in lines {', '.join(map(str, lines))}"
+        return f"creates {len(lines)} trainers, in lines {', '.join(map(str, lines))}"
     if (found := _find_backward(tree)) is not None:
         return (
-            f"makes no trainer of transformers or trl; for the loop of its own, write by hand {ATTACH} before it and "
-            f"{found[1]} in line {found[0]}; for a trainer"
+            f"creates no trainer of transformers or trl; for its own training loop, write by hand {ATTACH} before the "
+            f"loop and {found[1]} in line {found[0]}; for a trainer"
         )
-    return "makes no trainer of transformers or trl"
+    return "creates no trainer of transformers or trl"
 
 
 def _find_backward(tree: ast.Module) -> tuple[int, str] | None:

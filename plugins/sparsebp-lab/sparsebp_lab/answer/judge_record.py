@@ -22,9 +22,9 @@ class Look(Answer):
     gain: Number | None
     """The candidate's gain, in the metric's unit; null in the pool, and if a run diverged."""
     runs: list[str]
-    """Ids, the baseline's first."""
+    """Ids, the baseline's run first."""
     values: list[Number | None]
-    """The deciding metric, the baseline's first; null if a run diverged."""
+    """Values of the deciding metric, the baseline's run first; null if a run diverged."""
 
 
 class Gain(Answer):
@@ -35,7 +35,7 @@ class Gain(Answer):
     low: float | None
     """Lower end of its 95 % interval; null with fewer than three pairs."""
     high: float | None
-    """Upper end."""
+    """Upper end of this interval."""
     pairs: int
     """Number of pairs."""
 
@@ -48,7 +48,7 @@ class Claim(Answer):
     evidence: Number | None = None
     """Evidence for it; null for ruin."""
     worst: Number | None = None
-    """For the mean: the largest loss of one seed that counts, in the metric's unit."""
+    """For the mean: the limit to which the loss of one seed is clipped, in the metric's unit."""
     most_ruined: Number | None = None
     """For ruin: upper bound on the fraction of seeds; null if a seed was ruined."""
     ruined: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class Judgement(Answer):
     better: str
     """``lower`` or ``higher``."""
     equal: str
-    """What both sides spend equally: ``flops`` or ``steps``; ``command``: what one script run of each spends."""
+    """What both sides spend equally: ``flops`` or ``steps``; ``command``: one run of the script each, at any cost."""
     candidate: Side
     """The proposal."""
     baseline: Side
@@ -113,13 +113,13 @@ class Judgement(Answer):
     margin: float | None
     """Margin within which both count as equal; null: none was given."""
     evidence: Number | None
-    """Capital from bets on the deciding pairs, from 1; null before the first pair."""
+    """Capital of the betting test on the deciding pairs; it starts at 1. Null before the first pair."""
     needed: Number | None
     """Evidence that is required; null before the question uses a level."""
     claims: dict[str, Claim]
     """``better in the mean``, which decides, ``better in most seeds``, ``no rare ruin``; empty at first."""
     place: int | None
-    """Place of its level in the ledger, from 1; null: it used none."""
+    """Number of the question's level in the ledger, from 1; null: it used none."""
     level: float | None
     """Probability of a false keep that this level allows; null if it used none."""
     looks: dict[str, list[Look]]

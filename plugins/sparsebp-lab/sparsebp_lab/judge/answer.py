@@ -193,7 +193,7 @@ class JudgeAnswer:
         """Return lines of text for people."""
         one, metric = self.question, self.proposal.metric.name
         names = [str(one.asked[side]["name"]) for side in ("candidate", "baseline")]
-        more = "" if self.more_seeds is None else f"; about {self.more_seeds} seeds more"
+        more = "" if self.more_seeds is None else f"; needs about {self.more_seeds} more seeds"
         found = [f"{names[0]} against {names[1]}, {metric}: {self.outcome} ({self.reason}{more})"]
         if self.terms is None:
             if self.test is not None:
@@ -204,16 +204,16 @@ class JudgeAnswer:
         ]
         flops = f"{one.spent['flops']:.4g} FLOPs, " if one.spent["flops"] else ""
         spent = f"{flops}{one.spent['seconds']:.4g} s in {one.spent['runs']:g} runs"
-        found.append(f"looks: {', '.join(counts) or 'none'}; spent {spent}")
+        found.append(f"evaluated: {', '.join(counts) or 'none'}; spent {spent}")
         seconds = self.book.find_seconds(one)
         if self.proposal.equal == "command" and seconds:
             each = " and ".join(f"{mean:.4g} s for the {side}" for side, mean in seconds.items())
-            found.append(f"a run took {each}: judge did not make these costs equal")
+            found.append(f"mean time of a run: {each}; with --script, judge does not make costs equal")
         found += self._describe_claims()
         if one.outcome == "better":
-            shown = "not measured: no budget left" if self.gain is None else self.gain.describe()
+            shown = "not measured, because the budget is spent" if self.gain is None else self.gain.describe()
             found.append(f"gain on fresh seeds: {shown}")
-        place = f"place {one.place}, level {find_level(one.place):.3g}" if one.place is not None else "no place taken"
+        place = f"level {find_level(one.place):.3g} (number {one.place})" if one.place is not None else "no level used"
         found.append(
             f"ledger: question {one.digest}, {place}; {self.book.num_kept} of {len(self.book.questions)} candidates "
             f"were called better; the chance that any of these answers is false is at most {LEVEL:.0%}"
@@ -230,7 +230,7 @@ class JudgeAnswer:
         if ruins := self.question.ruins:
             rare = f"refuted: {', '.join(look.describe() for look in ruins)}"
         else:
-            rare = f"none of {len(self.question.gains('pairs'))} did, so at most {ruin['most_ruined']:.1%} of seeds do"
+            rare = f"none of {len(self.question.gains('pairs'))} did; at most {ruin['most_ruined']:.1%} of all seeds do"
         return [
             f"better in the mean, if no seed loses more than {mean['worst']:.4g}: {says[bool(mean['shown'])]}",
             f"better in most seeds: {says[bool(most['shown'])]}, evidence {most['evidence']:.4g}",

@@ -51,7 +51,7 @@ class ScriptRepository:
     def find_tree(self, commit: str) -> str:
         """Return the digest of all files of a commit. Raises UsageError if a checkout would lack some of them."""
         if missing := self.repository.find_missing(commit):
-            raise UsageError(f"commit {commit[:12]} has {missing}, which judge does not check out")
+            raise UsageError(f"cannot use commit {commit[:12]}: it has {missing}, which judge does not check out")
         if tree := self.repository.find_tree(commit):
             return tree
         raise UsageError(f"git could not read commit {commit[:12]} of {self.root}")

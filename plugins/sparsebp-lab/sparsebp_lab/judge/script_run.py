@@ -62,4 +62,4 @@ def _ask(uri: str, question: Callable[[MlflowClient], T]) -> T:
     except TrackingError:
         raise
     except Exception as error:  # errors of MLflow, SQLAlchemy, requests or the system
-        raise TrackingError(f"MLflow store {mask(uri)}: {one_line(error)}") from error
+        raise TrackingError(f"cannot use the MLflow store {mask(uri)}: {one_line(error)}") from error

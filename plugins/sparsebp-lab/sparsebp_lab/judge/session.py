@@ -229,4 +229,4 @@ def _find_broken(question: LedgerQuestion, looks: Sequence[LedgerLook]) -> Decid
         return Decide(answers[found], f"a run of the {found} diverged")
     if question.bar is None or not question.ruins:
         return None
-    return Decide("not shown", f"{question.ruins[0].describe()}, which reaches --worst {question.bar.worst:.4g}")
+    return Decide("not shown", f"{question.ruins[0].describe()}, at least --worst {question.bar.worst:.4g}")

@@ -59,7 +59,8 @@ def extend(loaded: LoadedStudy, tuned: Sequence[Tuned]) -> tuple[LoadedStudy, li
             if at and new is not None and more < loaded.study.search.extend:
                 added.setdefault(key, []).append(new)
             elif at:
-                stays.append(f"{', '.join(at)}: the best {key}={edge} is the {name} of its grid, extended {more} times")
+                at_edge = f"{', '.join(at)}: the best {key}={edge} is the {name} of its grid"
+                stays.append(f"{at_edge}, which the study extended {more} times")
     if not added:
         return loaded, stays
     try:

@@ -42,7 +42,7 @@ def find_rungs(recipe: Recipe, count: int, reduction: int) -> list[int]:
     if not rungs and count > 1:
         how = "measure.eval_every" if every == recipe.measure.eval_every else "measure.generate.every"
         raise UsageError(
-            f"arm {recipe.name}: to rank trials, halving needs an evaluation at a step from {FEWEST_STEPS} to "
+            f"arm {recipe.name}: to rank trials, halving needs an evaluation between step {FEWEST_STEPS} and step "
             f"{steps // reduction} of {steps}, but {how} is {'null' if every is None else every}"
         )
     return sorted(set(rungs))

@@ -202,10 +202,10 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
             if key in FIXED_KEYS:
                 yield FieldError(
                     location,
-                    "an arm cannot set this key: name it by its key under arms, and give its seeds under seeds",
+                    "an arm cannot set this key: under arms, its key is its name, and the key seeds sets its seeds",
                 )
             if key == STEPS_KEY and study.budget is not None:
-                yield FieldError(location, "the budget decides the steps of every arm")
+                yield FieldError(location, "leave it out: the study's key budget sets the steps of every arm")
             if key.split(".")[0] == "target" and study.where is not None:
                 yield FieldError(location, "leave it out: the study's key where sets the target of every arm")
     if study.search.is_sampled and not study.vary:
@@ -221,7 +221,7 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
             text = "cannot be varied, since validation data would differ; of dataset, only max_train_examples can be"
             yield FieldError(location, text)
         if key == STEPS_KEY and study.budget is not None:
-            yield FieldError(location, "the budget decides the steps of every arm")
+            yield FieldError(location, "leave it out: the study's key budget sets the steps of every arm")
 
 
 def _find_unknown_payers(study: Study) -> Iterator[FieldError]:

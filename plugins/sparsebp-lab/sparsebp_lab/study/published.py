@@ -181,7 +181,8 @@ def _note(published: Published) -> str:
             "support nor contradict the claims."
         )
     return (
-        f"{note} Measured: mean and standard deviation (runs); a metric `of` another group is a ratio, paired by seed."
+        f"{note} Measured: mean and standard deviation (runs); a metric `of` another group is divided by that group's, "
+        "seed by seed."
     )
 
 

@@ -42,7 +42,7 @@ class RebuiltArm:
     def describe(self) -> str:
         """Return both in one line."""
         if self.rebuilt == self.reported:
-            return f"{self.arm}: {self.reported or 'nothing is chosen yet'}, as chosen"
+            return f"{self.arm}: {self.reported or 'nothing is chosen yet'}, as the study chose"
         reported = "the study reported nothing" if self.reported is None else f"the study reported {self.reported}"
         return f"{self.arm}: {self.rebuilt or 'no choice follows from these trials'}; {reported}"
 
@@ -125,7 +125,7 @@ def _find_others(loaded: LoadedStudy, record: StudyRecord, course: Course, store
             yield f"{_describe(one)}: run {one.run_id} is listed {listed.count(key)} times"
         elif one.pruned != asked[key].is_cut:
             ended = "ended" if one.pruned else "not ended"
-            yield f"{_describe(one)}: run {one.run_id} is listed as {ended} by halving, unlike in the study"
+            yield f"{_describe(one)}: run {one.run_id} is listed as {ended} by halving, but should not be"
 
 
 def _describe(trial: Listed | StudyTrial) -> str:

@@ -131,7 +131,7 @@ def find_wrong_scale(study: Study) -> Iterator[FieldError]:
 def _find_fixed(location: tuple[str, ...], base: Mapping[str, object]) -> Iterator[FieldError]:
     for key in base:
         if key in WITHOUT:
-            yield FieldError((*location, key), "leave it out: this is only the base recipe of the study's arms")
+            yield FieldError((*location, key), "leave it out: the base of a study has no name and no base")
 
 
 def _sections(changes: Mapping[str, object]) -> dict[str, object]:

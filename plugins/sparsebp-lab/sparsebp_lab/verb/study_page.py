@@ -48,7 +48,7 @@ def make_plan_table(loaded: LoadedStudy, lines: Sequence[ArmLine], places: Seque
         f"{study.study}: {total} trials, {done} done, {total - done} to do{_show_time(lines, slots)}"
         f"{_show_whole_disk(lines)}",
         f"seeds: tune {_show_list(study.seeds.tune)}, report {_show_list(study.seeds.report)}; "
-        f"at once: {', '.join(f'{place.name} {place.slots}' for place in places)}",
+        f"trials at once: {', '.join(f'{place.name} {place.slots}' for place in places)}",
     ]
     if study.vary:
         shown = "; ".join(f"{key}: {_show_choice(values)}" for key, values in study.vary.items())
@@ -58,7 +58,7 @@ def make_plan_table(loaded: LoadedStudy, lines: Sequence[ArmLine], places: Seque
         notes += [f"best of {line.arm} so far: {line.best}" for line in lines if line.best]
         notes += _warn(loaded)
     if study.controls == "auto" and "control" not in stages:
-        notes.append("control runs: the study adds them after the report; each costs as much as its arm")
+        notes.append("control runs: the study adds them after the report runs; each costs as much as a run of its arm")
     return Group(table, *(Text(note) for note in notes))
 
 
@@ -66,7 +66,8 @@ def _warn(loaded: LoadedStudy) -> list[str]:
     dataset = next(iter(loaded.firsts.values())).recipe.dataset
     if dataset.test_split is None and dataset.test_fraction is None:
         return [
-            "warning: without a test split, the report uses the data of tuning: set dataset.test_fraction or test_split"
+            "warning: without a test split, the report runs are evaluated on the data that tuning used: set "
+            "dataset.test_fraction or test_split"
         ]
     return []
 

@@ -26,12 +26,14 @@ MOST_TALL = 4  # rows of two lines that fit on a screen
 WIDE = 98  # characters; a narrower terminal would fold numbers
 SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}  # short verdicts for a narrow column
 LESSON = {
-    "dense": "dense itself",
+    "dense": "gradient and cost of dense training",
     "cannot beat a smaller batch": (
         "dense training with a smaller batch has as little noise and costs less: do not train this policy"
     ),
-    "could": "costs less than dense training with equal noise: train this policy to find out",
-    "decide by training": "unclear: the interval includes 1, or the policy is biased, which the estimate ignores",
+    "could": "costs less than dense training with equal noise: train with this policy to see whether it is better",
+    "decide by training": (
+        "unclear: the interval of (1 + noise) x cost includes 1, or the policy is biased, which the estimate ignores"
+    ),
 }
 
 

@@ -50,9 +50,9 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
         work="(1 + 2 * keep) / 3",
         memory="Nothing of a dropped block.",
         claimed="44 % less training time, and sequences 6.2 times as long; LLaMA-2 with QLoRA.",
-        measured="1.47 and 1.90 times as fast at keep 0.5 and 0.25 (results, measurements). At the cost of 60 dense "
-        "steps, worse than dense with a smaller batch (log, 2026-11-23).",
-        code="WooSunghyeon/dropbp, MIT; its code draws again if checkpointing repeats a forward.",
+        measured="1.47 and 1.90 times as fast as dense at keep 0.5 and 0.25 (results, measurements). At the cost of "
+        "60 dense steps, dense with a smaller batch was better (log, 2026-11-23).",
+        code="WooSunghyeon/dropbp, MIT; its code draws the blocks again if checkpointing repeats a forward.",
     )
 
     constants: ClassVar[tuple[str, ...]] = ("sensitivity_at",)
@@ -67,8 +67,8 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
         None,
         description=(
             "Fraction of the training's steps after which SparseBP measures how much each block matters, with one "
-            "trial pass per block and a dense one. From then on, keep is the fraction of the blocks' work. The "
-            "paper: 0.1. null: drop all blocks equally often."
+            "trial pass per block and a dense one. From then on, keep is a fraction of the blocks' FLOPs, not of "
+            "their number. The paper: 0.1. null: drop all blocks equally often."
         ),
     )
 

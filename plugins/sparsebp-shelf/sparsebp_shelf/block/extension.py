@@ -132,8 +132,8 @@ class BlockExtension(TrialExtension):
             self._forward_step = step
         elif self._forward_step != step:
             raise UsageError(
-                f"{part.name!r} runs again after the optimizer step, but the next step drops other blocks: run the "
-                "backward of each forward before the optimizer step"
+                f"cannot recompute the forward of {part.name!r} after the optimizer step, because each step drops "
+                "other blocks: run the backward of each forward before the optimizer step"
             )
         if part.blocks <= self._dropped:
             if misses_gradients():
@@ -168,8 +168,8 @@ class BlockExtension(TrialExtension):
         number = sum(self._num_kept.values()) / max(1, len(self._num_kept))
         self.engine.notes["blocks"] = (
             f"on average {number:.1f} of {len(self.blocks)} residual blocks "
-            f"{'are computed' if self.policy.skips_forward else 'have a backward'} in a step; the parameters of the "
-            "other blocks have no gradient in this step"
+            f"{'are computed' if self.policy.skips_forward else 'have a backward'} in a step; in each step, the "
+            "parameters of the other blocks have no gradient"
         )
 
     def _ask(self, step: Step) -> frozenset[str]:

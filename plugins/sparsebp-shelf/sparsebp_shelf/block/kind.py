@@ -85,8 +85,8 @@ _SKIPS: rule.Conditions = {"skips": (True,)}  # the policy leaves blocks out of 
 _AGAIN = "each step drops different blocks, so torch.compile would compile again"
 BLOCK_DROPPER = Kind(
     BlockDropper,
-    asked="The policy decides at the start of each step. Exact if no block is dropped. Otherwise biased, because no "
-    "weights replace the missing gradient, even if the mean output equals the dense output. Parameters of a dropped "
+    asked="The policy decides at the start of each step. Exact if no block is dropped. Otherwise biased, even if the "
+    "mean output equals the dense output, because no factor makes up for the missing gradient. Parameters of a dropped "
     "block have no gradient at that step. [Drop residual blocks](../guide/blocks.md)\n",
     extensions=((400, "sparsebp_shelf.block.extension:BlockExtension"),),
     places="sparsebp_shelf.block.layout:find_places",
@@ -95,7 +95,7 @@ BLOCK_DROPPER = Kind(
     makes_trials=True,
     facts=lambda policy: {"skips": policy.skips_forward},
     limits=(
-        rule.at_linears("Nodes are identified in the graph of all blocks."),
+        rule.at_linears("SparseBP finds autograd nodes by a graph with all blocks, but each step drops some."),
         rule.whole_weights(),
         rule.not_beside(
             ("TokenSelector", "BatchPacker"),

@@ -27,8 +27,8 @@ class LayerDrop(BlockDropper):
     """Leave each layer out of forward and backward with the same probability."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="As a regulariser, or as a control that saves as many FLOPs. Not for short fine-tuning: it trains a "
-        "shallower model.",
+        use="As a regulariser, or as a control for a policy that saves as many FLOPs. Not for short fine-tuning: it "
+        "trains a shallower model.",
         year=2020,
         saves=("time", "memory"),
         work="keep",

@@ -114,7 +114,7 @@ def _check_budget(policy: BlockDropper) -> None:
         variance = sum((share - mean) ** 2 for share in shares) / (len(shares) - 1)
         allowed = _NUM_SIGMAS * sqrt(variance / len(shares)) + 1e-9
         text = (
-            f"{name_of(policy)}: of {len(blocks)} blocks, {mean:.3f} have a backward on average, its budget is "
+            f"{name_of(policy)}: of {len(blocks)} blocks, {mean:.3f} have a backward on average, but its budget is "
             f"{wanted:g}"
         )
         require(mean - wanted <= allowed and (is_work or wanted - mean <= allowed), text)
@@ -125,7 +125,8 @@ def _check_exact(policy: BlockDropper) -> None:
     left_out = 1.0 - policy.budget
     num_steps = max(NUM_STEPS, min(enough(left_out), MOST_STEPS)) if left_out > 0 else NUM_STEPS
     dropped = any(_drop(policy, blocks, index, state) for blocks, state in _cases(policy) for index in range(num_steps))
-    require(policy.exact != dropped, f"{name_of(policy)}: declares {'' if policy.exact else 'not '}exact")
+    does = "drops" if dropped else "never drops"
+    require(policy.exact != dropped, f"{name_of(policy)}: exact is {policy.exact}, but it {does} blocks")
 
 
 _CHECKS: tuple[Callable[[BlockDropper], None], ...] = (

@@ -137,7 +137,8 @@ EXAMPLE_SELECTOR = Kind(
     asked="The policy decides before each training forward. The step's cost includes losses that it computes for "
     "this. Exact if it chooses all examples. Otherwise biased without weights, because the loss is a mean over "
     "targets, and examples have different numbers of targets. With weights, unbiased if each example's mean weight "
-    "over random draws is 1 (0 if left out) and the loss is divided by the number of targets of the whole batch. "
+    "over random draws is 1, and the loss is divided by the number of targets of the whole batch. In the mean, a "
+    "left-out example has the weight 0. "
     "[Train only some tokens or examples](../guide/tokens.md)\n",
     extensions=((600, "sparsebp_shelf.example.fused:make_example_extension"),),
     suite="sparsebp_shelf.example.suite:check_example_selector",

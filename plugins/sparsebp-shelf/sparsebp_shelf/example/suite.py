@@ -85,7 +85,7 @@ def _check_budget(policy: ExampleSelector) -> None:
         most = max(1, math.ceil(budget * examples.number - 1e-9))
         kept = examples.number if choice is None else _index(choice).numel()
         good = choice is None or kept <= most
-        require(good, f"{name}: chooses {kept} of {examples.number} examples, its budget {budget} allows {most}")
+        require(good, f"{name}: chooses {kept} of {examples.number} examples, but its budget {budget} allows {most}")
 
 
 def _check_repeatable(policy: ExampleSelector) -> None:
@@ -124,7 +124,7 @@ def _check_exact(policy: ExampleSelector) -> None:
     require(good, f"{name_of(policy)}: declares unbiased, but a mean over targets of chosen examples is biased")
     for examples, step in _cases(policy):
         dense = not policy.exact or policy.choose(examples, step) is None
-        require(dense, f"{name_of(policy)}: declares exact, but chooses at step {step.index}")
+        require(dense, f"{name_of(policy)}: declares exact, but chooses examples at step {step.index}")
 
 
 def _check_mean_weight(policy: ExampleSelector) -> None:

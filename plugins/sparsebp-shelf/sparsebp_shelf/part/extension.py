@@ -229,10 +229,10 @@ class PartExtension(TrialExtension):
         entries = sum(each.leaf.numel() for each in self._overrides.values())
         total = sum(parameter.numel() for parameter in self._names.values())
         beside = sum(parameter.numel() for parameter in self._beside)
-        others = f" and {beside:,} numbers of other parameters" if beside else ""
+        others = f", besides {beside:,} entries of other parameters" if beside else ""
         return (
-            f"{entries:,} of {total:,} numbers are trained, in {len(self._parts)} of {len(self._linears)} weights of "
-            f"linear layers{others}; to clip, pass the optimizer's parameters (the parts), not the model's"
+            f"{entries:,} of {total:,} entries are trained, in {len(self._parts)} of {len(self._linears)} weights of "
+            f"linear layers{others}; to clip gradients, pass the optimizer's parameters (the parts), not the model's"
         )
 
 

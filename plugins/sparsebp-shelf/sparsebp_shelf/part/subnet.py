@@ -39,7 +39,7 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Instead of LoRA, if optimizer state does not fit into memory: subnet adds no layers. Not to save time: "
-        "forward and dgrad stay dense, and for single entries also wgrad.",
+        "the forward and gradients of inputs stay dense. For single entries, gradients of weights stay dense, too.",
         year=2024,
         saves=("memory",),
         work="(2 + keep) / 3",
@@ -47,7 +47,7 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
         "rows and entries, the whole input.",
         claimed="S2FT: 1.9 and 1.3 points better than LoRA on commonsense and arithmetic reasoning. SMT: better than "
         "LoRA and DoRA on LLaMA 7B and 13B. SIFT: close to full fine-tuning with 5 % of the entries.",
-        code="S2FT, SMT and SIFT: no licence found; SIFT's hook takes the gradient of another parameter.",
+        code="S2FT, SMT and SIFT: no licence found; SIFT's hook uses the gradient of the wrong parameter.",
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(

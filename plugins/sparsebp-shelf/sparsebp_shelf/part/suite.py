@@ -109,11 +109,11 @@ def _check_training(policy: PartSelector) -> None:
     changed = [name for name, value in fast.items() if not torch.equal(value, before[name])]
     require(bool(changed), f"{name_of(policy)}: trains nothing")
     biases = any(name.endswith("bias") for name in changed)
-    text = f"{name_of(policy)}: {'freezes' if policy.of_frozen else 'trains'} a bias"
+    text = f"{name_of(policy)}: {'freezes' if policy.of_frozen else 'trains'} a bias, but must not"
     require(biases == policy.of_frozen, text)
     for name, value in fast.items():
         same = torch.allclose(value, reference[name], rtol=1e-4, atol=1e-6)
-        require(same, f"{name_of(policy)}: {name} differs from the reference")
+        require(same, f"{name_of(policy)}: {name} differs from the reference execution")
 
 
 _CHECKS: tuple[Callable[[PartSelector], None], ...] = (_check_choice, _check_training)

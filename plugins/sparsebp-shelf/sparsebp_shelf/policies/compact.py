@@ -26,8 +26,9 @@ class CompAct(InputSaver):
     """Project the features of an input randomly onto fewer, and back in the backward; unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To compare with wta-crs. The squared error of a gradient by compact is always 1 / keep times its squared "
-        "norm. The error of wta-crs, which keeps rows, is smaller if rows differ in norm.",
+        use="To compare with wta-crs. For all data, the mean squared error of compact's gradient is about 1 / keep "
+        "times the squared norm of the dense one. The error of wta-crs, which keeps rows, is smaller if rows differ in "
+        "norm.",
         year=2025,
         saves=("memory",),
         work="(2 + keep * (1 + D / N + D / O)) / 3",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @final
 class CRS(InformedSelector):
-    """Draw rows and features of large products, weighted so that each gradient stays unbiased; the bias is dense."""
+    """Draw rows and features of large products, weighted so that gradients stay unbiased; bias gradients are dense."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="For wide linear layers and many rows, if the gradient must be unbiased. Not for narrow layers: "

@@ -65,7 +65,8 @@ class GradES(Stateful[Parameter], ParameterSelector):
     relative: bool = Field(
         False,
         description=(
-            "Whether threshold is a fraction of the sum that the same matrix had at the first step after grace."
+            "Whether threshold is a fraction of the sum of absolute entries that the matrix's gradient had at the "
+            "first step after grace."
         ),
     )
     grace: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @final
 class Importance(Stateful[object], KeptExamples):
-    """Draw examples in proportion to the gradient norm at their logits, or uniformly while that gains little."""
+    """Draw examples by the gradient norm at their logits; draw them uniformly while these norms gain little."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="If a few examples cause most of the gradient. The forward over the whole batch costs a third of a dense "

@@ -50,7 +50,7 @@ class MVUE(InformedSelector):
         work="1",
         memory="As dense.",
         claimed="1:2 and 2:4 gradients train as accurately as dense gradients; ResNets, BERT and a translation model.",
-        code="Only a README. A later PyTorch version in S-STE's repository, BSD-3, is biased if one entry dominates.",
+        code="Only a README. The later PyTorch code in S-STE's repository, BSD-3, is biased if one entry dominates.",
     )
 
     kept: PositiveInt = Field(2, description="N of N:M sparsity: the number of entries that each group keeps.")

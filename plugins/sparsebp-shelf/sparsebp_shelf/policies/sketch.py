@@ -29,7 +29,7 @@ class Sketch(InputSaver):
         saves=("memory",),
         work="(2 + keep * (1 + N / D + N / O)) / 3",
         memory="keep * N * D entries of each input.",
-        claimed="Half of the linear layers' memory, for less than one point of accuracy; RoBERTa on GLUE.",
+        claimed="Half of the linear layers' memory, and less than one point less accuracy; RoBERTa on GLUE.",
         code="Not read.",
     )
 

@@ -34,10 +34,10 @@ class WTACRS(InputSaver):
         saves=("memory", "time"),
         work="(2 + keep) / 3",
         memory="keep * N rows of each input, each row with an index and a weight.",
-        claimed="2.7 times less peak memory for half a percent of accuracy; T5 on GLUE at keep 0.3.",
+        claimed="2.7 times less peak memory, and half a percent less accuracy; T5 on GLUE at keep 0.3.",
         measured="At keep 0.3, saved activations fall only to 86 % of dense, because norms, attention and activation "
         "functions save everything (results, measurements).",
-        code="zirui-ray-liu/WTACRS, no licence; biased in its first epoch.",
+        code="zirui-ray-liu/WTACRS, no licence; its gradient is biased in the first epoch.",
     )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(

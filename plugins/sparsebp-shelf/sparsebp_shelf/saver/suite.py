@@ -96,14 +96,14 @@ def _check_saved(policy: InputSaver) -> None:
             )
             continue
         says = "None" if policy.form is None else policy.form.__name__
-        require(type(saved) is policy.form, f"{name_of(policy)}: saves {type(saved).__name__}, but says {says}")
+        require(type(saved) is policy.form, f"{name_of(policy)}: saves {type(saved).__name__}, but its form is {says}")
         restored = saved.restore()
         same = restored.shape == x_ND.shape and restored.dtype == x_ND.dtype
-        require(same, f"{name_of(policy)}: restores {restored.dtype} of {tuple(restored.shape)}")
+        require(same, f"{name_of(policy)}: restores another dtype or shape: {restored.dtype}, {tuple(restored.shape)}")
         text = f"{name_of(policy)}: keeps {saved.num_bytes} bytes, but count_bytes_at claims {claim}"
         require(saved.num_bytes == claim, text)
         kept, number = saved.units
-        text = f"{name_of(policy)}: keeps {kept} of {number}, its budget {policy.budget:g} allows fewer"
+        text = f"{name_of(policy)}: keeps {kept} of {number} units, but its budget {policy.budget:g} allows fewer"
         require(kept <= choice.count_kept(policy.budget, number), text)
 
 

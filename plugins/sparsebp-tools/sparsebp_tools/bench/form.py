@@ -143,7 +143,7 @@ def _variants(
             yield variant, made[0].selection
     if not num_yielded:  # no form is possible: raise the error that a recipe would get
         make_policy(found.name, **options, **({} if keeps[0] is None else {"keep": keeps[0]}))
-        raise PolicyError(f"policy {found.name!r} accepts {options} with no values of its other options: change --set")
+        raise PolicyError(f"policy {found.name!r} refuses {options} with all values of its other options: change --set")
 
 
 def _selections(

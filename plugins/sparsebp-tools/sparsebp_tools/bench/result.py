@@ -59,7 +59,7 @@ def find_crossing(points: Sequence[tuple[float, float]]) -> tuple[Literal["at", 
     is. Between two fractions, time is interpolated linearly. If a form is faster at a larger fraction than one at which
     it is slower, the smaller one counts, and the kind is ``unclear``. No fraction may occur twice."""
     if not points:
-        raise ValueError("there is nothing to interpolate")
+        raise ValueError("there is nothing to interpolate: give at least one point")
     ordered = sorted(points)
     num_faster = next((number for number, (_, ratio) in enumerate(ordered) if ratio >= 1.0), len(ordered))
     if num_faster == len(ordered):

@@ -8,10 +8,10 @@ from sparsebp_tools.bench import Benchmark, BenchmarkRow
 
 NUMBERS = ("kept", "speed-up", "quartiles", "limit", "reached", "flops", "saved", "peak")
 LEGEND = (
-    "speed-up: of forward + backward, over plain PyTorch in the same round; with quartiles of the rounds",
+    "speed-up: of forward + backward over plain PyTorch; quartiles over rounds, which time each row once",
     "limit, reached: largest speed-up that the remaining FLOPs allow, and the fraction of it that was reached",
-    "flops, saved, peak: FLOPs of the backward, memory saved for it, and peak memory; plain PyTorch is 1",
-    "worth: how many rows or entries dense with a smaller batch computes at the cost of one kept by the policy",
+    "flops, saved, peak: FLOPs of the backward, memory saved for it and peak memory, over plain PyTorch's",
+    "worth: at the cost of one kept row or entry, dense with a smaller batch computes this many",
     "choosing by norm can pay only if the effective sample size of the gradients, as a fraction, is",
     "below 1 / worth; `sparsebp validate --probe RECIPE` measures it (the tokens of bench are random)",
 )
@@ -49,7 +49,7 @@ def print_benchmark(found: Benchmark) -> None:
     for text in dict.fromkeys(f"{row.site} {row.label}: {row.note}" for row in found.rows if row.note):
         print_line(f"note: {text}")
     if found.break_evens:
-        table = make_table("site", "form", "is faster than", "where this share is kept")
+        table = make_table("site", "form", "is faster than", "if this fraction is kept")
         for one in found.break_evens:
             table.add_row(one.site, one.label, one.against, one.words)
         console().print(table)
@@ -59,7 +59,7 @@ def print_benchmark(found: Benchmark) -> None:
             share = row.kept_share if row.keep is None else row.keep
             worths.setdefault((row.site, row.label), []).append(f"{row.unit_worth:.3g} at {share:.3g}")
     if worths:
-        table = make_table("site", "form", "worth of what is kept, at each share")
+        table = make_table("site", "form", "worth of a kept row or entry, at each fraction")
         for (site, label), notes in worths.items():
             table.add_row(site, label, ", ".join(notes))
         console().print(table)

@@ -65,8 +65,8 @@ class Depth:
             return ""
         first, second, third = DEPTHS
         return (
-            f"measured with {first} and {second} layers, which predict {third} layers within {TOLERANCE:.1%}, and "
-            f"extrapolated to {self.layers}"
+            f"the forecast extrapolates from {first} and {second} layers to {self.layers}; it predicts {third} layers "
+            f"within {TOLERANCE:.1%}"
         )
 
 

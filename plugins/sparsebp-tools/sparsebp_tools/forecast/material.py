@@ -79,7 +79,7 @@ def gather_material(recipe: Recipe, policies: Sequence[Policy]) -> Material:
     if data is None:
         vocabulary = config.get_text_config().vocab_size
         data = _make_data(recipe, architecture, vocabulary)
-        note = "assumed: full, all positions trained, because the data or the tokenizer is not on this machine"
+        note = "assumed: full, with all positions trained, because data or tokenizer is not on this machine"
     labels = len(data.label_names) if recipe.dataset.format == "classification" else None
     if labels is not None:
         config, architecture = read_model_config(recipe.model, size, labels), "classifier"

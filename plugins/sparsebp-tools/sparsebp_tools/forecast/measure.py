@@ -146,7 +146,7 @@ def _assume(request: ForecastRequest, recipe: Recipe, own: StepForecast) -> list
     ]
     if not request.gpu:
         found.append(
-            "the forecast counts tensors and the process before its first tensor; on a CPU, processes used up to "
+            "the forecast counts tensors and the process before its first tensor; on a CPU, measured runs used up to "
             f"{HELD_ON_CPU:g} times as much, for library buffers, freed memory that the C library keeps, and copies "
             "of saved weights"
         )
@@ -157,17 +157,17 @@ def _assume(request: ForecastRequest, recipe: Recipe, own: StepForecast) -> list
         ]
     if recipe.measure.probe_every is not None:
         found.append(
-            "a probe (a measuring pass) is estimated: the passes of a step, plus the gradients of policy and dense"
+            "the memory of a probe (a measuring pass) is estimated: a step's, plus the gradients of policy and dense"
         )
     if recipe.training.compile:
-        found.append("the step is counted uncompiled; a compiled step fuses operators and may need less")
+        found.append("the forecast is for an uncompiled step; a compiled step fuses operators and may need less")
     if recipe.training.mixed_precision != "no":
         found.append("autocast follows the rules of a CPU; on a GPU, more operators, such as norms, run in float32")
     processes = recipe.target.options.get("processes", 1)
     if processes > 1:
-        found.append(f"one of {processes} processes is counted, without DDP, whose buckets copy all gradients")
+        found.append(f"the forecast is for one of {processes} processes, without DDP's copies of all gradients")
     if recipe.target.options.get("sharding", "none") != "none":
-        found.append("a step is counted unsharded; fsdp2 divides weights, gradients and optimizer state")
+        found.append("the forecast is for unsharded weights; fsdp2 divides weights, gradients and optimizer state")
     if make_dense(recipe).training.optim != recipe.training.optim:
         found.append(f"the dense run uses adamw, because {recipe.training.optim} works only with the policy")
     if own.trial is not None:

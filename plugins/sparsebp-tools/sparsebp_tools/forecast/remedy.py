@@ -49,10 +49,10 @@ def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
     is_stored = backward.checkpointing == "none" and backward.segments is None
     if is_stored:
         made = backward.model_copy(update={"segments": SEGMENTS})
-        text = "the same gradient: the backward computes all layers but the last part again"
+        text = "the same gradient: the backward recomputes all layers except those of the last segment"
         yield RecipeChange((f"backward.segments={SEGMENTS}",), recipe.model_copy(update={"backward": made}), True, text)
         made = backward.model_copy(update={"checkpointing": "full"})
-        text = "the same gradient: the backward computes every layer again"
+        text = "the same gradient: the backward recomputes every layer"
         yield RecipeChange(("backward.checkpointing=full",), recipe.model_copy(update={"backward": made}), True, text)
     if backward.update == "deferred" and training.gradient_accumulation_steps == 1:
         clips = training.max_grad_norm is not None
@@ -71,7 +71,7 @@ def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
     if size > 1 and is_stored:
         made = backward.model_copy(update={"checkpointing": "full"})
         both = recipe.model_copy(update={"training": smaller, "backward": made})
-        yield RecipeChange((*settings, "backward.checkpointing=full"), both, True, "both of them", 1.0 / size)
+        yield RecipeChange((*settings, "backward.checkpointing=full"), both, True, "both changes", 1.0 / size)
 
 
 def _other(recipe: Recipe) -> Iterator[RecipeChange]:
@@ -85,7 +85,7 @@ def _other(recipe: Recipe) -> Iterator[RecipeChange]:
         backward = recipe.backward.model_copy(update={"checkpointing": "full"})
         both = adapted.model_copy(update={"backward": backward})
         settings = (f"model.lora={{r: {RANK}, lora_alpha: {2 * RANK}}}", "backward.checkpointing=full")
-        yield RecipeChange(settings, both, False, "both of them")
+        yield RecipeChange(settings, both, False, "both changes")
 
 
 def try_changes(

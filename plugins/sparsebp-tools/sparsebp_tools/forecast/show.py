@@ -112,7 +112,7 @@ def _read_rate(rate: str | None, device: Accelerator | None, plan: Plan) -> tupl
         dtype = "bfloat16" if training.mixed_precision == "bf16" else model.dtype
         known = None if device is None else device.flops_of(dtype)
         if known is None:
-            return None, "" if device is None else f"no rate of {device.name} is known: give --rate"
+            return None, "" if device is None else f"the FLOP/s of {device.name} are unknown: give --rate"
         peak = f"the {show_count(known, 'FLOP')}/s in {dtype} that the device's maker states"
         text = f"assumed: {show_share(ASSUMED_SHARE)} of {peak}"
         return ASSUMED_SHARE * known, f"{text}; --rate sets a measured speed"
@@ -138,7 +138,7 @@ def _measure_rate(word: str) -> tuple[float, str]:
     rates = [flops[step] / value for step, value in seconds.items() if step in flops and value > 0.0]
     if not rates:
         raise UsageError(f"--rate: run {folders[0].run_id} has no step with FLOPs and seconds after step {WARMUP}")
-    return median(rates), f"measured in run {folders[0].run_id}, at its batches"
+    return median(rates), f"measured in run {folders[0].run_id}, with its batch size"
 
 
 def make_facts(found: Forecast, file: Path) -> ForecastFacts:

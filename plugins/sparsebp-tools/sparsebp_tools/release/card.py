@@ -108,15 +108,15 @@ class Card:
         lines = ["\n".join(f"| {' | '.join(map(_escape, row))} |" for row in rows)]
         if any(one.low is not None for one in self.figures):
             lines.append(
-                f"The intervals cover another draw of the {judged} examples, which are drawn in clusters. They do "
-                "not cover other seeds."
+                f"The intervals show how the numbers vary with the choice of {judged} examples (in clusters). They "
+                "do not cover other seeds."
             )
         if self.beside.seeds:
             lines.append(
                 f"Over the seeds of this recipe, `{self.beside.metric}` is {self.beside.seeds} (mean ± sd, runs)."
             )
         if self.beside.verdict:
-            lines.append(f"Beside dense training of the same recipe: {make_visible(self.beside.verdict)}")
+            lines.append(f"Compared with dense training of the same recipe: {make_visible(self.beside.verdict)}")
             lines += [f"Warning of that comparison: {make_visible(text)}" for text in self.beside.warnings]
         if asked := list_asked(self.history):
             # Their texts stay in the run: a card is published with the model, and held-out rows may be private.
@@ -149,8 +149,8 @@ class Card:
             yield f"A limit ended its training after step {self.weights.step:,}."
         if model["float8"] is not None:
             yield (
-                "It was trained and evaluated with linear layers in float8. Loaded from here, they multiply in the "
-                "dtype of the weights."
+                "It was trained and evaluated with linear layers in float8. Loaded from these files, the layers "
+                "multiply in the dtype of the weights."
             )
         if model["quantization"] is not None:
             kind = model["quantization"]["type"]
@@ -171,9 +171,9 @@ class Card:
             code += " with changes that were not committed"
         return "\n\n".join(
             [
-                f"Run `{self.run.run_id}`, seed {recipe['training']['seed']}{code}. Where the run is, "
-                f"`sparsebp rerun {self.run.run_id}` trains it again and says whether a bit differs. "
-                "Elsewhere, with this as `recipe.yaml`:",
+                f"Run `{self.run.run_id}`, seed {recipe['training']['seed']}{code}. On the machine that has "
+                f"the run, `sparsebp rerun {self.run.run_id}` trains it again and says whether a bit differs. On other "
+                "machines, save the recipe below as `recipe.yaml` and train it:",
                 "```console\n$ sparsebp run recipe.yaml\n```",
                 "```yaml\n" + _to_yaml(_publish(self.plan.recipe)) + "```",
                 f"Versions: {', '.join(lines)}. Digest of the examples: `{facts.get('dataset_digest', 'unknown')}`.",
@@ -270,7 +270,7 @@ def _describe_policy(recipe: dict[str, Any], history: History) -> str:
     if not recorded:
         return f"{shown}."
     if all(policy["exact"] for policy in recorded):
-        return f"{shown}: exact by its declaration, the gradients are those of dense training up to rounding."
+        return f"{shown}: exact by its declaration, so the gradients are those of dense training up to rounding."
     bias = "unbiased" if all(policy["unbiased"] for policy in recorded) else "biased"
     return f"{shown}: an approximation of the gradient, {bias} by its declaration."
 

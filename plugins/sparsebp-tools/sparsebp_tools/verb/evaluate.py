@@ -59,11 +59,11 @@ def evaluate(
     if run is not None and lost is not None:
         # After the results, which took minutes and are stored nowhere else.
         text = lost if isinstance(lost, SparseBPError) else explain_system_error(lost) or lost
-        print_line(f"error: these results are not kept with run {run.run_id}: {text}", stderr=True)
+        print_line(f"error: these results were not stored in run {run.run_id}: {text}", stderr=True)
         raise typer.Exit(getattr(lost, "exit_code", SparseBPError.exit_code))
     if run is not None and output is Output.TABLE:
         print_line(
-            describe_kept(run, kept) if limit is None else "not kept: --limit evaluates only a part of the examples"
+            describe_kept(run, kept) if limit is None else "not stored: --limit evaluates only a part of the examples"
         )
 
 
@@ -78,8 +78,8 @@ def _keep(run: RunFolder, found: Mapping[str, Any]) -> tuple[list[str], SparseBP
 def describe_kept(run: RunFolder, kept: Sequence[str]) -> str:
     """Return a line about what a run stores, with the command that compares the first of these metrics."""
     if not kept:
-        return f"not kept: run {run.run_id} has all of these metrics already, and keeps their first values"
-    return f"kept with the run: `sparsebp compare {run.run_id} --metric {kept[0]}`"
+        return f"not stored: run {run.run_id} has all of these metrics already, and keeps their first values"
+    return f"stored in the run; to compare it: `sparsebp compare {run.run_id} --metric {kept[0]}`"
 
 
 def _find(source: str) -> tuple[RunFolder | None, Path]:

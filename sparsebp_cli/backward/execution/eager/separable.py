@@ -62,7 +62,7 @@ def _train(
             if num_hooked:
                 raise UnsupportedError(
                     f"update='eager' does not work with {type(optimizer).__name__}: its step() calls the step() of "
-                    "its base class, and the hooks of that would run once for each parameter; use update='deferred'"
+                    "its base class, whose step hooks would run once for each parameter; use update='deferred'"
                 )
         else:
             optimizer.step()

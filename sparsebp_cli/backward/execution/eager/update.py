@@ -62,7 +62,7 @@ class EagerUpdate(PassRunner):
             others = hooks_after_accumulation(parameter)
             if any(isinstance(getattr(other, "__self__", None), EagerUpdate) for other in others):
                 taken = self._name(parameter)
-                raise UnsupportedError(f"update='eager': another engine already updates {taken}; detach it first")
+                raise UnsupportedError(f"update='eager': first detach the other engine, which updates {taken}")
 
     def install(self, engine: EngineView) -> None:
         self._engine = engine
@@ -131,7 +131,7 @@ class EagerUpdate(PassRunner):
             differentiate()
             return
         if self._interrupted:
-            raise UsageError(f"{self._interrupted}: load a checkpoint, or call optimizer.step() to continue")
+            raise UsageError(f"{self._interrupted}: load a checkpoint, or call optimizer.step() to keep these updates")
         if self._has_updated:
             raise UsageError(
                 "update='eager' has already updated the parameters in this step: call optimizer.step() after "
@@ -180,7 +180,7 @@ class EagerUpdate(PassRunner):
         elif waited and self._engine.now().index > 0:
             self._engine.notes["eager wait"] = (
                 f"update: eager: {len(waited)} of {len(self._hooks)} parameters, such as {waited[0]}, are updated "
-                "at the end of the backward, which can add to their gradients until then"
+                "only at the end of the backward, because it can add to their gradients until then"
             )
 
     def _update(self, parameter: Tensor, norm: Tensor) -> None:
@@ -326,7 +326,7 @@ def choose_update(
     """
     if update == "deferred":
         return []
-    assert optimizer is not None, "the table refuses it"
+    assert optimizer is not None, "attach should have refused it"
     part = EagerUpdate(model, optimizer, clipping)
     if set(model.parameters()).isdisjoint(PerParameterStep(optimizer).parameters):
         raise UsageError(

@@ -61,7 +61,7 @@ def segmented_backward(
     if not torch.is_grad_enabled():
         raise UsageError("segmented_backward needs gradients: call it outside torch.no_grad()")
     if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in tree_flatten(x)[0]):
-        raise UsageError("x is not a leaf: pass x.detach().requires_grad_(), and read its gradient with store.pop")
+        raise UsageError("x must be a leaf: pass x.detach().requires_grad_(), and read its gradient with store.pop")
     runs: list[_SegmentRun] = []
     value, reaches = x, any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(x)[0])
     for number, part in enumerate(parts[:-1]):
@@ -107,7 +107,7 @@ class _SegmentRun:
             output = _run(self._part, tree_unflatten(self._leaves, self._spec))
         self._context.keep_changes(self._guarded)
         if versions.find_changed() is not None:
-            raise UnsupportedError(f"{where} changes its input in place: let the segment begin with another module")
+            raise UnsupportedError(f"{where} must not change its input in place: begin it with another module")
         refuse_hidden(tree_flatten(output)[0], where, given=False)
         output = tree_map(lambda leaf: _as_leaf(leaf, wants_grad=wants_grad), output)
         self._outputs = tree_flatten(output)[0]

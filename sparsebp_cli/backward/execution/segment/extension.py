@@ -66,7 +66,7 @@ class Segments(EngineExtension):
     def install(self, engine: EngineView) -> None:
         names = self._layers.names
         starts = ", ".join(names[part[0]] for part in self.segments)
-        engine.notes["segments"] = f"the segments begin with {starts}; the backward runs all but the last again"
+        engine.notes["segments"] = f"the segments begin with {starts}; the backward recomputes all except the last"
         self._hook = self._layers.owner.register_forward_pre_hook(_StartHook(self))
         # A shared module occurs several times, but override it only once.
         for module in dict.fromkeys(self._layers.modules):

@@ -106,7 +106,7 @@ class RecordedForward:
         changed = self._versions.find_changed()
         if changed is not None:
             raise UnsupportedError(
-                f"segments: the segment that begins with {self.names[0]!r} changes an input of shape "
+                f"segments: the segment that begins with {self.names[0]!r} must not change an input of shape "
                 f"{tuple(changed.shape)} in place: let this segment begin with another layer"
             )
         leaves, spec = tree_flatten(output)
@@ -127,8 +127,8 @@ class RecordedForward:
         if changed is not None:
             raise UsageError(
                 f"segments: a weight of shape {tuple(changed.shape)} in the segment that begins with "
-                f"{self.names[0]!r} changed after its forward began: update weights only after the backward, which "
-                "runs layers again"
+                f"{self.names[0]!r} changed after its forward began: update weights only after the backward, "
+                "because it recomputes layers"
             )
         assert self._context is not None
         outputs: list[list[object]] = []
@@ -178,7 +178,7 @@ class RecordedForward:
     def _refuse_between(self) -> NoReturn:
         before, after = self.names[len(self._calls) - 1], self._name
         raise UnsupportedError(
-            f"segments: the model computes a tensor between {before!r} and {after!r}, outside of both: "
+            f"segments: a segment must not compute a tensor between its layers {before!r} and {after!r}: "
             f"let a segment begin with {after!r}"
         )
 

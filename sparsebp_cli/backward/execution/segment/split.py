@@ -54,7 +54,7 @@ def split_layers(segments: int | Sequence[str], layers: LayerSequence) -> tuple[
 
 def _count_starts(segments: int, layers: LayerSequence) -> list[int]:
     if isinstance(segments, bool) or not 1 <= segments <= len(layers.names):
-        allowed = f"1 to {len(layers.names)}, the number of layers, or a list of module names"
+        allowed = f"a number from 1 to {len(layers.names)} (the number of layers) or a list of module names"
         raise UsageError(f"segments must be {allowed}, got {segments}")
     return split_evenly(len(layers.names), segments)
 

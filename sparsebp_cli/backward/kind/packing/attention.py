@@ -138,10 +138,10 @@ class PackedMask:
     _order: list[bool | None] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ReadsMaskError(f"this model reads {name} of the attention mask itself: train it without lossless")
+        raise ReadsMaskError(f"lossless does not support this model, which reads {name} of the attention mask")
 
     def __getitem__(self, _: object) -> NoReturn:
-        raise ReadsMaskError("this model slices the attention mask itself: train it without lossless")
+        raise ReadsMaskError("lossless does not support this model, which slices the attention mask")
 
     @property
     def layout(self) -> PackedLayout:
@@ -309,7 +309,7 @@ class Switch:
             if own.startswith(PACKED):
                 raise UsageError(
                     "the model shares its configuration with an attached model: give each model a copy of its own "
-                    "(copy.deepcopy(config)), or call detach() of the other engine first"
+                    "(copy.deepcopy(config)), or call detach() of the engine of that model"
                 )
             if own not in IMPLEMENTATIONS:
                 allowed = f"the attention implementations {' and '.join(IMPLEMENTATIONS)}"
@@ -389,7 +389,7 @@ def _attend(
         num_rows = len(read.row_M)
     num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
     if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
-        raise UnsupportedError(f"lossless does not support {type(module).__name__}, which attends outside the input")
+        raise UnsupportedError(f"lossless does not support {type(module).__name__}: keys do not match positions")
     if mask.memory is None and (mask.ends or not mask.kept):
         mask.state.keep(module, key, value)
     if mask.ends:

@@ -207,9 +207,9 @@ class Counts:
         """Return a sentence for the report."""
         refused = "".join(f"; {count} batches ran without lossless: {reason}" for reason, count in self.refused.items())
         if not self.packed:
-            return f"nothing to leave out in {self.batches} batches{refused}"
+            return f"nothing to skip in {self.batches} batches{refused}"
         share = (self.padding + self.unread + self.shared) / self.positions
-        late = f" and {self.late / self.positions:.0%} of the last layer's" if self.late else ""
+        late = f" and {self.late / self.positions:.0%} of the last layer's rows" if self.late else ""
         text = (
             f"skipped {share:.0%} of the positions ({self.padding:,} padding, {self.unread:,} after the last "
             f"label, {self.shared:,} in a shared prefix) and {self.head / self.outputs:.0%} of the head's rows"

@@ -578,7 +578,7 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
     def run(hidden: Tensor) -> Any:
         if hidden.shape[:2] != (1, batch.layout.num_rows):
             raise UnsupportedError(
-                f"{type(stack).__name__} passes only some positions to its pooler: train it without lossless"
+                f"lossless does not support {type(stack).__name__}, which passes only some positions to its pooler"
             )
         return covered(batch.layout.spread(hidden[0]))
 

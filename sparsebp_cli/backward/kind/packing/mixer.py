@@ -120,7 +120,7 @@ class Mixer(ForwardOverride):
             given |= {"cache": cache if run.before or run.is_read else None, "attention_mask": None}
             outputs.append(self.run_covered(self._module, hidden_states=rows, **given).flatten(0, 1))
             if run.is_read and not cache.is_complete:
-                raise UnsupportedError(f"lossless does not support {type(self._module).__name__}: its cache is empty")
+                raise UnsupportedError(f"lossless does not support {type(self._module).__name__}: it caches no state")
         return torch.cat(outputs).index_select(0, layout.mixing.place_N)[None]
 
 

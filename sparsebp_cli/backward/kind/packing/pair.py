@@ -89,7 +89,7 @@ class PairPacking:
         # The head of transformers' EncoderDecoderModel belongs to its decoder.
         if not all(isinstance(part, nn.Module) for part in parts) or model in parts or parts[2] in parts[1].modules():
             raise UnsupportedError(
-                f"{name} is an encoder-decoder without a language-model head above its decoder, which lossless needs"
+                f"lossless needs a language-model head above the decoder, which the encoder-decoder {name} lacks"
             )
         self._layers: list[nn.Module] = []
         for stack, num_attentions in ((self.encoder, 1), (self.decoder, 2)):

@@ -39,8 +39,8 @@ class PackedReference:
             return None
         if {id(module) for module in reference.modules()} & {id(module) for module in trained.model.modules()}:
             raise UsageError(
-                "reference must not be the trained model or share modules with it: leave reference out; lossless "
-                "packs forwards of the trained model without gradients anyway"
+                "reference must not be the trained model or share modules with it: leave reference out, because "
+                "lossless also packs forwards of the trained model under torch.no_grad()"
             )
         try:
             extension: PackingPlanner = make(trained.policy, reference, Given())
@@ -57,7 +57,7 @@ class PackedReference:
     def install(self, engine: EngineView) -> None:
         """Override the model's forward."""
         if self._extension is None:
-            engine.notes[TOPIC] = f"runs plainly: {self._refusal}"
+            engine.notes[TOPIC] = f"the reference model runs without lossless: {self._refusal}"
             return
         self._extension.install(engine)
 

@@ -54,7 +54,7 @@ def refuse_inexact(model: PreTrainedModel, verify: str) -> None:
             raise UnsupportedError(f"lossless does not support {kind.__name__}, which reads the attention mask itself")
     for option in ROUTER_OPTIONS:
         if getattr(config, option, None) and not (option == OPTION and _knows_balance(model)):
-            raise UnsupportedError(f"{name} has {option}, which depends on the whole batch: set {option} to 0 or False")
+            raise UnsupportedError(f"lossless needs {option} to be 0 or False, because it depends on the whole batch")
     known_dropout = set() if is_pair else set(find_adapter_dropout(model.base_model))
     _refuse_mixed_dropout(model, known_dropout)
     for where, module in model.named_modules():
@@ -62,13 +62,13 @@ def refuse_inexact(model: PreTrainedModel, verify: str) -> None:
             raise UnsupportedError(f"lossless does not support batch statistics, as {where!r} computes them")
         if getattr(module, "scale_grad_by_freq", False):
             raise UnsupportedError(
-                f"{where!r} divides the gradient of a token by how often the token occurs in the batch: set "
-                "scale_grad_by_freq to False"
+                f"lossless does not support {where!r}, which divides the gradient of a token by the number of its "
+                "occurrences in the batch: set scale_grad_by_freq to False"
             )
         rate = 0.0 if module in known_dropout else find_rate(module)
         if rate > 0.0:
             raise UnsupportedError(
-                f"{where!r} has dropout {rate:g}, whose masks depend on the batch's layout: set this dropout to 0"
+                f"lossless does not support {where!r}, which has dropout {rate:g}: set this dropout to 0"
             )
 
 
@@ -78,8 +78,8 @@ def _refuse_mixed_dropout(model: PreTrainedModel, dropout: Collection[nn.Module]
     for where, module in model.named_modules():
         if module in mixed and module in dropout:
             raise UnsupportedError(
-                f"{where!r} has dropout inside a layer that mixes neighbouring positions: set lora_dropout to 0, or "
-                "leave this layer out of target_modules"
+                f"lossless does not support {where!r}, which has dropout inside a layer that mixes neighbouring "
+                "positions: set lora_dropout to 0, or leave this layer out of target_modules"
             )
 
 
@@ -91,10 +91,10 @@ def _refuse_attention(model: PreTrainedModel, name: str) -> None:
     cores = [module for module in modules if is_attention(module)]
     if not cores or not all(map(calls_interface, cores)) or any(isinstance(module, nn.Conv1d) for module in modules):
         raise UnsupportedError(
-            f"{name} does not compute attention through transformers' attention interface: {WAY_OUT}"
+            f"lossless needs transformers' attention interface, which {name} does not use: {WAY_OUT}"
         )
     if "position_ids" not in argument_names(model):
-        raise UnsupportedError(f"{name} takes no position_ids, which packed rows need: {WAY_OUT}")
+        raise UnsupportedError(f"lossless needs position_ids, which {name} does not take: {WAY_OUT}")
 
 
 def _knows_balance(model: PreTrainedModel) -> bool:
@@ -147,7 +147,7 @@ def refuse_batch(model: PreTrainedModel, facts: BatchFacts, largest: int) -> str
         return "position numbers are not whole numbers"
     config = model.config.get_text_config()
     if largest != facts.largest and (limit := _find_rope_limit(config)) is not None and facts.largest >= limit:
-        return f"position numbers reach {facts.largest}, so rotary embeddings depend on the largest one in the batch"
+        return f"position numbers reach {facts.largest}, so rotary embeddings depend on the batch's largest number"
     return ""
 
 

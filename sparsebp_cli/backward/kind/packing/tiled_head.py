@@ -55,8 +55,8 @@ class TiledHead:
         """A sentence for the report; empty for nothing."""
         if not self.batches:
             return ""
-        again = f"; in {self.read_again} of these, the script read logits, computed again" if self.read_again else ""
-        return f"; the head ran in tiles in {self.batches} batches, some positions at a time{again}"
+        again = f"; it ran again in {self.read_again} of these, whose logits the script read" if self.read_again else ""
+        return f"; the head ran in tiles in {self.batches} batches, that is, on some positions at a time{again}"
 
     def start(
         self,

@@ -368,12 +368,12 @@ class HeldRows:
         if not self.shared:
             return f"the micro-batches of {self.updates} updates have no prefix in common"
         alone = (
-            f"; {self.alone} micro-batches ran alone: they read positions that engine.expect did not get, or had other "
-            "adapters or other trained parameters"
+            f"; {self.alone} micro-batches ran without shared prefixes: they needed outputs of more positions than at "
+            "engine.expect, or had other adapters or trained parameters than the first micro-batch"
         )
         return (
-            f"{self.saved:,} token positions not computed again, in {self.shared} of {self.updates} updates whose "
-            f"micro-batches share prefixes; at most {self.most:,} positions in memory{alone if self.alone else ''}"
+            f"sharing prefixes skipped {self.saved:,} token positions in {self.shared} of {self.updates} updates; "
+            f"at most {self.most:,} positions in memory{alone if self.alone else ''}"
         )
 
 

@@ -231,7 +231,7 @@ def is_right(device: torch.device, dtype: torch.dtype, size: int, heads: int, ke
     except (RuntimeError, NotImplementedError) as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     if reason:
-        log.warning("lossless on %s runs without a flash kernel (%s): SDPA once per group of rows", device, reason)
+        log.warning("lossless cannot use a flash kernel on %s (%s): it calls SDPA per group of rows", device, reason)
     _FOUND[which] = not reason
     return not reason
 

@@ -68,16 +68,16 @@ class Check:
         """Return a text about the difference."""
         if self.guilty == "plain":
             return (
-                f"lossless is right, the ordinary step is wrong: there, outputs differ by {self.from_alone:.1e} from "
-                "those of each example alone (`sparsebp audit --examples` shows where)"
+                f"lossless is right, but the ordinary step is wrong: its outputs differ by {self.from_alone:.1e} from "
+                "those of each example run alone (`sparsebp audit --examples` shows where)"
             )
         if self.guilty == "packed":
-            return f"under lossless, outputs differ by {self.from_alone:.1e} from those of each example alone"
+            return f"under lossless, outputs differ by {self.from_alone:.1e} from those of each example run alone"
         if self.error > self.limit:
             what = "gradient" if self.compared == "gradient" else "outputs"
             return f"lossless changes the {what} by a relative error of {self.error:.1e} (limit {self.limit:.0e})"
         return (
-            f"lossless changes an output that the loss reads by {self.row_error:.1e}, but rounding explains at most "
+            f"lossless changes by {self.row_error:.1e} an output that the loss reads, but rounding explains at most "
             f"{self.row_limit:.0e}"
         )
 

@@ -174,7 +174,7 @@ class _Joined(torch.autograd.Function):
         (grad,) = grads
         if bool((grad.index_select(0, dead_D) != 0).any()):
             raise ReadsUncomputedError(
-                "lossless skips examples of weight 0, because the first batch gave them no gradient, but now one has a "
-                "gradient: do not pass advantage or example_weight to the engine"
+                "lossless skips examples of weight 0, which got no gradient in the first batch, but one of them now "
+                "has a gradient: do not pass example_weight to engine.columns"
             )
         return grad.index_select(0, live_L), None, None, None

@@ -127,5 +127,5 @@ def check_vocabulary(model: nn.Module, reference: Scorer) -> None:
     own = cast("Any", model).get_input_embeddings().weight.shape[0]
     if reference.num_tokens != own:
         raise UnsupportedError(
-            f"the reference model must have {own} tokens, like the trained model, got {reference.num_tokens}"
+            f"the reference's vocabulary must have {own} tokens, like the trained model's, got {reference.num_tokens}"
         )

@@ -73,7 +73,7 @@ def read_choice(
     parts = _download(target_BT, real_BT, choice.trained_BT, choice.carries_BT)
     target, real, trained, carries = (part.bool() for part in parts)
     if (trained & ~target).any():
-        raise UsageError(f"trained_BT selects {int((trained & ~target).sum())} positions that have no label")
+        raise UsageError(f"trained_BT must not select positions without a label, got {int((trained & ~target).sum())}")
     if (trained & ~carries).any():
         raise UsageError(f"carries_BT lacks {int((trained & ~carries).sum())} positions of trained_BT: include them")
     # A four-dimensional mask from the user may allow anything.

@@ -145,7 +145,7 @@ class AttentionArgs:
         if listed is not None and not (isinstance(listed, tuple) and all(part.dim() == 3 for part in listed)):
             unknown.append("position_embeddings that are not of three dimensions")
         if unknown:
-            raise UnsupportedError(f"token selection does not support layers that get the argument {unknown[0]}")
+            raise UnsupportedError(f"token selection does not support layers with this input: {unknown[0]}")
 
     def _restrict_mask(self, mask: Tensor | None, view: AttentionView) -> Tensor | None:
         if self.layout.excludes and mask is not None:
