@@ -53,8 +53,8 @@ WORST = (
     "Default: 20 standard deviations of the metric between the baseline's runs."
 )
 FINAL = (
-    "Evaluate on the test split, with fresh seeds, a candidate that judge found better. Only one question may use a "
-    "test split."
+    "Evaluate on the test split, with fresh seeds, a candidate that judge found better. Each test split can be "
+    "used for one candidate only."
 )
 
 

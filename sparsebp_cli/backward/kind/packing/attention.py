@@ -216,7 +216,7 @@ class PackedMask:
         to all."""
         rule, order, _ = self._rule(group, device)
         if self.layout.is_causal and bool((rule & ~order).any()):
-            raise LooksAheadError("token positions attend to later positions")
+            raise LooksAheadError("this needs a causal model, but here positions attend to later ones")
         if implementation == "sdpa" and (bool(rule.all()) or _is_triangle(rule, group.padding)):
             return None
         return rule
