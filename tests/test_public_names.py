@@ -143,11 +143,11 @@ def test_a_name_of_0_5_leads_to_the_shelf_with_a_warning(name: str, monkeypatch:
 def test_a_name_that_moved_says_which_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sparsebp_audit", None)
     line = "audit is in the package sparsebp-audit: python -m pip install sparsebp-audit"
-    with pytest.raises(ModuleNotFoundError, match=f"^{line}, or"):
+    with pytest.raises(ModuleNotFoundError, match=f"^{line} \\(in a checkout"):
         sbp.audit  # noqa: B018
     monkeypatch.setitem(sys.modules, "sparsebp_tools.memory", None)
     line = "memory_trace is in the package sparsebp-tools: python -m pip install sparsebp-tools"
-    with pytest.raises(ModuleNotFoundError, match=f"^{line}, or"):
+    with pytest.raises(ModuleNotFoundError, match=f"^{line} \\(in a checkout"):
         sbp.memory_trace  # noqa: B018
 
 

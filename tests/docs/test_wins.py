@@ -94,7 +94,7 @@ def test_the_choices_come_again_from_the_values(wins: ModuleType, task: str, tmp
         env=os.environ | {"SPARSEBP_HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "as chosen" in done.stdout
+    assert "as the study chose" in done.stdout
 
 
 @pytest.mark.parametrize("task", TASKS)
