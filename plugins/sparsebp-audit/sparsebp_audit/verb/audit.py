@@ -70,7 +70,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="Exit with 1 if more than this fraction of the FLOPs, or of the bytes stored for the backward, is wasted.",
+            help="Exit with 1 if more than this fraction of the FLOPs, or of the stored bytes, is wasted.",
             rich_help_panel=GATE,
         ),
     ] = None,

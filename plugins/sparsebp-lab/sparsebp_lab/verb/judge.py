@@ -31,8 +31,8 @@ POLL_SECONDS = 0.2
 STOPPING = "stopping the running trials; run the same command again to continue; press Ctrl-C again to end them at once"
 AGAINST = "The baseline: a recipe file (YAML) or the name of a recipe. With --script: a branch, tag or commit."
 CANDIDATE = (
-    "A recipe, or a policy to put into the baseline's recipe. Default: the baseline's recipe with --set. With "
-    "--script: a commit."
+    "A recipe, or a policy to put into the baseline's recipe. Default: the baseline's recipe, with the "
+    "changes of --set. With --script: a commit."
 )
 SCRIPT = (
     "Command that trains and logs to MLflow, such as 'python train.py --seed {seed}'. judge runs the command at two "
@@ -41,8 +41,8 @@ SCRIPT = (
 METRIC = "With --script: the metric that decides, and whether lower or higher is better, such as val_loss:lower."
 BUDGET = "Budget for all runs of this question together: a time (30m, 2h), or a number of FLOPs (3e15)."
 EFFECT = (
-    "The smallest gain to find, in the metric's unit. Default: one standard deviation of the metric between the "
-    "baseline's runs."
+    "The smallest gain that judge should find, in the metric's unit. Default: one standard deviation of the metric "
+    "between the baseline's runs."
 )
 MARGIN = (
     "Train further pairs of runs until the candidate is shown to be better, worse, or equal within this margin, such "
@@ -53,8 +53,8 @@ WORST = (
     "Default: 20 standard deviations of the metric between the baseline's runs."
 )
 FINAL = (
-    "Evaluate on the test split, with fresh seeds, a candidate that judge found better. Each test split can be "
-    "used for one candidate only."
+    "After the answer better, train both again with fresh seeds, and evaluate them on the test split. Each test split "
+    "can be used for one question only."
 )
 
 
@@ -88,7 +88,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
         Equal | None,
         typer.Option(
             metavar="flops|steps",
-            help="flops: both recipes get the same FLOPs (default). steps: each recipe trains for its own steps.",
+            help="flops: both train for the same FLOPs (default). steps: each trains for the steps in its recipe.",
         ),
     ] = None,
     final: Annotated[bool, typer.Option("--final", help=FINAL)] = False,
@@ -96,9 +96,9 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
 ) -> None:
     """Train a candidate and a baseline, and decide which is better.
 
-    Trains pairs of runs with fresh seeds until judge can decide or the budget is spent. Over all questions in one
-    SPARSEBP_HOME, the chance that judge even once calls a worse candidate better is at most 5 %. Exit codes: 0 better,
-    10 equal within the margin, 11 not shown, 12 worse.
+    Trains pairs of runs with fresh seeds until judge can decide or the budget is spent. Each call asks one
+    question. The chance that judge even once calls a worse candidate better is at most 5 % for all questions with the
+    same SPARSEBP_HOME together. Exit codes: 0 better, 10 equal within the margin, 11 nothing shown, 12 worse.
     """
     arms: Arms[Any]
     if script is None:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS, LONGEST_SECONDS = 0.2, 5.0  # limits of the pause between two looks at the trials
 LOOK_SHARE = 0.02  # fraction of the time that looks may take: each reads hundreds of waiting trials again
-FILE = "The study (YAML), or its name in `sparsebp recipes`."
+FILE = "The study: a YAML file, or the name of a study that `sparsebp recipes` lists."
 SCALED = "Run a smaller version of the study, which the study's key `scale` describes."
-TARGET = "Train everything on this target of `sparsebp targets`, instead of the study's key `where`."
+TARGET = "Train everything on this target (see `sparsebp targets`). It replaces the study's key `where`."
 FROM = (
     "Train nothing. Choose the hyperparameter values again, from the trials in this archive, and compare them with "
     "the values that the study chose."
@@ -59,7 +59,8 @@ def study(
     """Tune several methods, train them with fresh seeds and the same budget, and add control runs.
 
     The same command continues an interrupted study, and trains nothing twice. With --from, the command trains
-    nothing. It repeats the choice of hyperparameter values from the archived trials, and exits with 1 if one differs.
+    nothing. It chooses hyperparameter values again from the archived trials, and exits with 1 if a value differs from
+    the one that the study chose.
     """
     if archive is not None:
         if dry_run or again or target is not None:

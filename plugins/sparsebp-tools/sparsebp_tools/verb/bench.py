@@ -51,7 +51,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option(
             "--set",
             metavar="OPTION=VALUE",
-            help="Set an option of the policy, such as within=example. Can be repeated.",
+            help="Set an option of the policy, such as within=example (KEY=VALUE). Can be repeated.",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -59,7 +59,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Fractions to keep (default: 0.5,0.25,0.1; for policies that keep single entries, down to 0.005).",
+            help="Fractions of the gradient to keep (default: 0.5,0.25,0.1; for single entries, down to 0.005).",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -102,11 +102,12 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.", rich_help_panel=FILE)
     ] = Output.TABLE,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the JSON into a file.", rich_help_panel=FILE)
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the results to a file, as JSON.", rich_help_panel=FILE),
     ] = None,
 ) -> None:
-    """Measure how fast each form of a policy (such as blocks of 32) is beside dense training on this machine: its
-    speed-up with the limit, its memory, and the fractions kept (`keep`) at which it is faster."""
+    """Compare the speed of each form of a policy (such as blocks of 32) with dense training on this machine. Print the
+    speed-up and the largest possible one, the memory, and the fractions `keep` at which the form is faster."""
     if recipe is not None and model is not None:
         raise UsageError("give either --recipe or --model, not both")
     from sparsebp_tools.bench import find_forms
