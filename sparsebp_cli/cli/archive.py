@@ -23,7 +23,7 @@ from sparsebp_cli.run import History, RunFolder
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
 
-THIN = "Store only evaluations and FLOPs of tuning runs, about an eighth of their size. Store other runs whole."
+THIN = "Of tuning runs, store only evaluations and FLOPs: about an eighth of their size. Store other runs whole."
 
 
 def archive(
@@ -36,7 +36,7 @@ def archive(
 
     `compare --from FILE` and `show --from FILE` read the archive. `archive @STUDY` also packs the study's tuning, so
     that `study YAML --from FILE` can check the tuned values. If a run is active or damaged, nothing is written. An
-    existing FILE is replaced only if it is an archive of none but these runs.
+    existing FILE is replaced only if it is an archive without other runs.
     """
     from sparsebp_cli.compare.archive import check_archive_path, refuse_loss, write_archive
 

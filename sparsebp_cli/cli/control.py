@@ -114,7 +114,7 @@ def cancel(
     ] = 30.0,
     output: Format = Output.TABLE,
 ) -> None:
-    """Stop runs after a last checkpoint. Runs that have ended do not change."""
+    """Stop runs, after each has written a last checkpoint. Runs that have ended do not change."""
     stopped = []
     for folder in reversed(find_all(runs)):  # stop the last first, so that a queue starts none in between
         ask_target(folder)

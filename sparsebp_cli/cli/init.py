@@ -79,13 +79,17 @@ def init(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Model: installed name, hub id or path.", show_default="austen-llama"),
+        typer.Option(
+            metavar="NAME",
+            help="The model: an installed name, a hub id or a path.",
+            show_default="austen-llama",
+        ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Data: installed name, hub id, file or folder.",
+            help="The training data: an installed name, a hub id, a file or a folder.",
             show_default="an installed dataset for the task",
         ),
     ] = None,

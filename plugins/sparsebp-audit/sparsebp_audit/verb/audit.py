@@ -42,7 +42,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool,
         typer.Option(
             "--apply",
-            help="After the audit, skip the wasted work in the rest of the training, and time these steps.",
+            help="After the audit, skip the wasted work in the rest of the training, and measure their time.",
             rich_help_panel=WHAT,
         ),
     ] = False,
