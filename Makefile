@@ -40,13 +40,13 @@ results-masked: .venv/runtime  ## masked fine-tuning, the loss mask at the cost 
 setup: .venv/develop  ## install for development
 
 test-fast: .venv/develop  ## the tests that need no model
-	$(BIN)/pytest --fast -n 2 --dist loadfile
+	$(BIN)/pytest tests --fast -n 2 --dist loadfile
 
 test: .venv/develop  ## all tests; of those with many cases a sample, which each commit draws anew
 	$(BIN)/pytest --sample -n $(WORKERS) --dist loadgroup --durations 30 --durations-min 10
 
 coverage: .venv/develop  ## the tests that need no model, and the share of lines that they run, with a floor
-	$(BIN)/pytest --fast -n 2 --dist loadfile --cov sparsebp_cli --cov-report term:skip-covered --cov-fail-under 45
+	$(BIN)/pytest tests --fast -n 2 --dist loadfile --cov sparsebp_cli --cov-report term:skip-covered --cov-fail-under 45
 
 wheel-test: .venv/develop  ## the quickstart with a wheel built from the source distribution, away from the checkout
 	bash tests/wheel.sh

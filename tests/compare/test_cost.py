@@ -238,7 +238,7 @@ def test_an_evaluation_far_before_the_equal_cost_stands_for_nothing(make_run: Ma
     assert (entry.quality, entry.others, entry.difference) == (None, None, None)
     grid = next(grid for grid in grids(found) if grid.title.startswith("At equal cost"))
     assert grid.rows[0][3:] == ("-", "-", "-")
-    assert "was not evaluated near there" in grid.note
+    assert "was not evaluated near this cost" in grid.note
 
 
 def test_the_best_control_is_chosen_on_validation_and_reported_on_test(make_run: MakeRun) -> None:
