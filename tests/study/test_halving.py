@@ -65,7 +65,7 @@ def test_rungs_are_evaluations_below_equal_shares(
 
 def test_without_an_evaluation_on_the_way_halving_is_refused(write_study: Write) -> None:
     recipe = load_study(write_study()).variants[0].recipe
-    with pytest.raises(UsageError, match=r"arm dense: .* to 6 of 20, but measure.eval_every is 50"):
+    with pytest.raises(UsageError, match=r"arm dense: .* step 6 of 20, but measure.eval_every is 50"):
         find_rungs(recipe, 4, 3)
 
 
