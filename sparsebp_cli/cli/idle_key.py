@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparsebp_cli.errors import DataError
+
 if TYPE_CHECKING:
     from sparsebp_cli.recipe import Recipe
 
@@ -14,20 +16,22 @@ SUBSETS = "only a dataset on the hub, or a folder of data files, has subsets"
 
 def find_idle_keys(recipe: Recipe, folders: Sequence[Path]) -> Iterator[str]:
     """Yield a sentence for each key that differs from its default and has no effect. These are no errors: a base
-    recipe may set such a key for others, and a study may vary what makes it idle. Relative paths are searched in the
-    folders in order."""
+    recipe may set such a key for others. Relative paths are searched in the folders in order."""
     from sparsebp_cli.policy.error_text import show
-    from sparsebp_cli.source import DATASETS, MODELS, find_source
+    from sparsebp_cli.recipe.evaluation import has_own_worker
+    from sparsebp_cli.source import DATASETS, MODELS
 
+    if not has_own_worker(recipe):
+        return  # another worker may read any key
     data, training, checkpoint, target = recipe.dataset, recipe.training, recipe.checkpoint, recipe.target.options
-    source = find_source(data.name, DATASETS, folders)
-    is_local = recipe.model.name is None or not isinstance(find_source(recipe.model.name, MODELS, folders), str)
+    source = _find(data.name, DATASETS, folders)
+    is_local = recipe.model.name is None or not isinstance(_find(recipe.model.name, MODELS, folders), str)
     one_length = training.group_by == "length" and data.format == "text"
     ends = checkpoint.stop_at is not None and checkpoint.stop_at >= training.max_steps
     reasons = {
         "model.revision": is_local and "the model is not read from the hub",
         "dataset.revision": not isinstance(source, str) and f"{data.name} is not read from the hub",
-        "dataset.subset": not isinstance(source, str) and not _is_folder(source) and SUBSETS,
+        "dataset.subset": (callable(source) or (isinstance(source, Path) and source.is_file())) and SUBSETS,
         "dataset.eval_fraction": data.eval_split is not None and f"dataset.eval_split is {data.eval_split}",
         "training.warmup_steps": training.lr_scheduler_type == "constant"
         and "training.lr_scheduler_type is constant; constant_with_warmup has a warm-up",
@@ -54,5 +58,11 @@ def _read_unless_default(recipe: Recipe, section: str, name: str) -> object:
     return None if value == fields[name].get_default(call_default_factory=True) else value
 
 
-def _is_folder(source: object) -> bool:
-    return isinstance(source, Path) and source.is_dir()
+def _find(name: str, group: str, folders: Sequence[Path]) -> object:
+    """Return what a name refers to; None if only the machine that trains may have it."""
+    from sparsebp_cli.source import find_source
+
+    try:
+        return find_source(name, group, folders)
+    except DataError:
+        return None

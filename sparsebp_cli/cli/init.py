@@ -79,11 +79,7 @@ def init(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The model: an installed name, a hub id or a path.",
-            show_default="austen-llama",
-        ),
+        typer.Option(metavar="NAME", help="Model: an installed name, a hub id or a path.", show_default="austen-llama"),
     ] = None,
     data: Annotated[
         str | None,

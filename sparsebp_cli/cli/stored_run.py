@@ -146,7 +146,8 @@ def _find_files(recipe: Recipe) -> None:
 
     if recipe.target.kind != "local" or not has_own_worker(recipe):
         return
-    named = {"model.name": recipe.model.name, "model.tokenizer": recipe.model.tokenizer}
+    model = recipe.model
+    named = {"model.name": model.name, "model.tokenizer": model.tokenizer, "model.adapter": model.adapter}
     for key, name in {**named, "dataset.name": recipe.dataset.name}.items():
         try:
             if name is not None:

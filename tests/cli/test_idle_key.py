@@ -32,7 +32,11 @@ IDLE = [
     "target.image=mine target.kind=slurm",
     "target.mounts=[/srv/a:/srv/a] target.kind=slurm",
 ]
+ELSEWHERE = "target.kind=slurm target.host=ssh://user@cluster target.folder=/shared dataset.eval_split=null"
 ACTING = [
+    f"dataset.name=/there/data dataset.subset=zh {ELSEWHERE}",  # may be a folder there
+    f"model.name=/there/model dataset.name=/there/rows.jsonl {ELSEWHERE}",
+    "model.name=none model.revision=main dataset.name=./none dataset.revision=main target.worker=a.worker",
     "dataset.name=cmudict dataset.eval_split=test dataset.format=completion training.group_by=length",
     "dataset.name=folder dataset.eval_split=null dataset.subset=zh dataset.eval_fraction=0.3",
     "training.warmup_steps=2 training.lr_scheduler_type=constant_with_warmup",

@@ -143,6 +143,9 @@ OF_0_5 = {
         "dataset": {"format": "completion"},
     },
     "dataset.name: no file or folder /none/rows.jsonl; searched in": {"dataset": {"name": "/none/rows.jsonl"}},
+    "model.adapter: no file or folder /none/adapter; searched in": {
+        "model": {"name": "austen-llama", "adapter": "/none/adapter"}
+    },
     "model.name: no file or folder /none/model/large; searched in": {"model": {"name": "/none/model/large"}},
 }
 
