@@ -46,7 +46,7 @@ RUNS = (
     "selects."
 )
 WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'."
-STUDY = "Compare the reported runs of this study. With --all or --html, also show how the study tuned."
+STUDY = "Compare the reported runs of this study. With --all or --html, also show how the study chose values."
 FROM = "Read runs from here: a folder of runs, or an archive."
 MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
 BETTER = "Whether lower or higher values of --metric are better. Needed only for a metric that SparseBP does not know."

@@ -68,7 +68,7 @@ Changes = Annotated[
 ]
 Seeds = Annotated[
     str | None,
-    typer.Option("--seeds", metavar="LIST", help="Train one run for each of these seeds, such as 0-4 or 0,2,5."),
+    typer.Option("--seeds", metavar="LIST", help="One run for each of these seeds, such as 0-4 or 0,2,5."),
 ]
 Detach = Annotated[
     bool, typer.Option("--detach", "-d", help="Start in the background, print the ids of the runs, and return.")
