@@ -18,12 +18,12 @@ VERDICT = re.compile(
     r"backward take (?P<passes>\S+ %) \[(?P<low>\S+), (?P<high>\S+)\] \(median and quartiles of (?P<probes>\d+) "
     r"probes\), (?P<reached>\d+)% of the possible saving; memory held by a step (?P<memory>\S+ %) in these runs\."
 )
-LINES = """The recipe `{name}` compared with `{dense}`:
+LINES = """With `{name}`, relative to `{dense}`:
 
 - evaluation loss: equal up to rounding (difference {loss})
 - time of a training step: {step}
-- time of forward plus backward: {passes}, the median of {probes} measurements (quartiles {low} and {high} %). Each
-  measurement runs one batch alternately with and without `lossless`. The time fell less than the FLOPs: for every 10 %
+- time of forward plus backward: {passes} (median of {probes} measurements; quartiles {low} and {high} %). Each
+  measurement runs one batch with and without `lossless` by turns. The time fell less than the FLOPs: for every 10 %
   of FLOPs saved, forward plus backward took about {ratio:g} % less time.
 - peak memory of tensors during a step: {memory}"""
 
