@@ -23,7 +23,7 @@ from sparsebp_cli.run import History, RunFolder
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
 
-THIN = "Of tuning runs, store only evaluations and FLOPs: about an eighth of their size. Store other runs whole."
+THIN = "Of a study's tuning runs, store only the evaluations and FLOPs (an eighth of the bytes)."
 
 
 def archive(
@@ -32,9 +32,9 @@ def archive(
     thin: Annotated[bool, typer.Option("--thin", help=THIN)] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Pack runs into one file: plans, event logs, tags, environments and a report, without models.
+    """Pack runs into one file: recipes, event logs, tags, package versions and a report, without models.
 
-    `compare --from FILE` and `show --from FILE` read the archive. `archive @STUDY` also packs the study's tuning, so
+    `compare --from FILE` and `show --from FILE` read the archive. `archive @STUDY` also packs its tuning runs, so
     that `study YAML --from FILE` can check the tuned values. If a run is active or damaged, nothing is written. An
     existing FILE is replaced only if it is an archive without other runs.
     """

@@ -42,15 +42,15 @@ class Direction(StrEnum):
 
 
 RUNS = (
-    "Runs: ids, beginnings of ids, names, @last, @N, @STUDY, TAG=VALUE or folders. Default: the runs that --where "
-    "selects."
+    "Runs: ids, beginnings of ids, names, folders, @last, @N (the newest N runs), @TAG, @STUDY, or NAME=VALUE for a "
+    "tag with a value. Default: the runs that --where selects."
 )
 WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'."
-STUDY = "Compare the reported runs of this study. With --all or --html, also show how the study chose values."
+STUDY = "Compare this study's report runs and controls. With --all or --html, also show how it chose values."
 FROM = "Read runs from here: a folder of runs, or an archive."
-MARGIN = "The largest loss of quality that you would accept, such as eval/loss=0.01."
+MARGIN = "How much worse than the baseline a group may be to count as not worse, such as eval/loss=0.01."
 BETTER = "Whether lower or higher values of --metric are better. Needed only for a metric that SparseBP does not know."
-FAIL_IF = "Exit with 1 if a group of runs meets this condition, such as 'eval/loss.delta.high > 0.02'."
+FAIL_IF = "Exit with 1 if this holds for a group of equal runs (any seed), such as 'eval/loss.delta.high > 0.02'."
 REST = "more: --all (every table), --html FILE (a page), `show RUN` (one run)"
 SHOW, GATE, FILE = "What is shown", "For CI", "Files"
 

@@ -19,7 +19,7 @@ def data(
         Output, typer.Option("-o", "--output", help="A table and examples for people, or JSON with token ids.")
     ] = Output.TABLE,
 ) -> None:
-    """Show what a recipe trains on: counts, and the first examples with their trained tokens. Trains nothing."""
+    """Show what a recipe trains on: counts, and the first examples with the tokens that count in the loss."""
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.cli.worker_answer import ask_worker
     from sparsebp_cli.plan import make_plan

@@ -30,7 +30,7 @@ class RecipeAction(StrEnum):
 def recipes(
     action: Annotated[
         RecipeAction | None,
-        typer.Argument(metavar="copy", help="Copy a recipe, and the recipe that its key `base` names."),
+        typer.Argument(metavar="copy", help="Copy a recipe, and the base recipe that it changes (key `base`)."),
     ] = None,
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="The recipe to copy.", autocompletion=complete_shipped)

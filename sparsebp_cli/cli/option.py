@@ -10,7 +10,7 @@ import typer
 from sparsebp_cli.cli.completion import complete_change, complete_recipe, complete_run
 from sparsebp_cli.cli.screen import Output
 
-RUN_HELP = "A run: its id, the beginning of the id, a recipe's name, @last, @N for the newest N runs, or @TAG."
+RUN_HELP = "A run: its id, the beginning of the id, a recipe's name, or @last. Several: @N (the newest N runs) or @TAG."
 
 RECIPE_HELP = "Recipe files (YAML), or names of `sparsebp recipes`."
 

@@ -40,7 +40,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None, typer.Option(metavar="NAME", help="Name of the runs, instead of the recipe's name.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and the command; start and write nothing.")
+        bool, typer.Option("--dry-run", help="Only print settings and command of each run; start and write nothing.")
     ] = False,
     detach: Detach = False,
     target: Annotated[
@@ -210,8 +210,8 @@ def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequ
         ordered += [dense, plan] if len(ordered) % 4 == 0 else [plan, dense]
     if len(ordered) == len(plans):
         raise UsageError(
-            "leave out --with-baseline: it adds no run, because each recipe is dense, or these runs already include "
-            "the same recipe with policy dense"
+            "leave out --with-baseline: it adds no run, because each recipe is dense, or its dense version is already "
+            "one of these runs"
         )
     times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep their order of start
     return [plan.model_copy(update={"created": time}) for plan, time in zip(ordered, times, strict=True)]

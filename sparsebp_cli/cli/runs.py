@@ -33,7 +33,7 @@ STYLES = {"finished": "green", "failed": "red", "running": "cyan", "interrupted"
 
 WATCH_SECONDS = 1.0
 
-WHERE = "Show only runs that meet this condition: 'policy=topk and eval/loss<3', tag=best, state!=finished."
+WHERE = "Show only runs that meet this condition, such as 'policy=topk and eval/loss<3', or 'state!=finished'."
 SORT = (
     "Sort by a column, such as eval/loss for the lowest first, or -eval/loss for the highest. Runs without a value "
     "come last."

@@ -24,7 +24,7 @@ def schema(
     every: Annotated[
         bool,
         typer.Option(
-            "--all", help="Print all schemas (recipes, studies, answers of commands as JSON), and the exit codes."
+            "--all", help="Print the schemas of recipes, studies and each command's JSON output, and the exit codes."
         ),
     ] = False,
     skill: Annotated[

@@ -126,7 +126,7 @@ def check_trainable(folders: Sequence[RunFolder]) -> None:
             make_policies(entry.model_dump() for entry in plan.recipe.policy)
             _, mark, key = plan.recipe.dataset.split.partition(MARK)
             if mark:
-                raise UsageError(f"{key} was removed after version 0.5")
+                raise UsageError(f"{key} was removed after version 0.5: train again without it")
             for fault in find_unmeasured(plan.recipe):
                 raise UsageError(f"{fault.key}: {fault.text}")
             try:

@@ -29,7 +29,7 @@ def sync(
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Send the numbers that MLflow lacks. Sending twice does no harm."""
+    """Send to MLflow the numbers that it lacks. Sends nothing twice."""
     from sparsebp_cli.recipe.store_address import find_problem
 
     if bool(runs) == everything:

@@ -27,8 +27,8 @@ Probing = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Also compute the first training step, without an update. Print the cost of this step relative to dense, "
-        "and the largest possible gain from selecting gradients by size.",
+        help="Also compute the first training step, without an update, and print its FLOPs and time relative to dense, "
+        "and the fraction that the policy keeps.",
     ),
 ]
 
@@ -58,7 +58,7 @@ Rate = Annotated[
     typer.Option(
         "--rate",
         metavar="TFLOPS|RUN",
-        help="With --memory: a speed in TFLOP/s, or a run that measured the speed, to estimate the hours of training.",
+        help="With --memory: estimate the hours of training from this speed in TFLOP/s, or from the speed of this run.",
         rich_help_panel=FORECAST,
     ),
 ]

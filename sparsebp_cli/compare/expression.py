@@ -65,7 +65,7 @@ class _Parser:
     def parse(self) -> Condition:
         test = self._join("or")
         if self.place < len(self.tokens):
-            raise self._expected("'and', 'or' or the end")
+            raise self._expected("'and', 'or' or the end of the condition")
         return Condition(tuple(self.names), test)
 
     def _join(self, word: str) -> Test:

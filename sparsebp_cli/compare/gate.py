@@ -108,7 +108,7 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
             raise UsageError(f"--fail-if: no group is called {label!r}; the groups are {', '.join(labels)}")
         if figure not in known:
             near = did_you_mean(figure, known)
-            raise UsageError(f"--fail-if: no number is called {figure!r}, allowed: {', '.join(known)}{near}")
+            raise UsageError(f"--fail-if: unknown number {figure!r}, allowed: {', '.join(known)}{near}")
         named += [label] if label else []
     plain = sum(":" not in name for name in condition.names)
     if named and plain:

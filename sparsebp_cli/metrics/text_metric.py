@@ -120,8 +120,8 @@ class TextMetric:
             mean = math.fsum(found[key]) / len(found[key])
             if not math.isclose(mean, whole[key], rel_tol=1e-6, abs_tol=1e-9):
                 raise DataError(
-                    f"metric {name!r} declares {key} as a mean over texts, but the mean of single texts is "
-                    f"{mean:.6g}, and the value for all texts together is {whole[key]:.6g}"
+                    f"metric {name!r} declares {key} as a mean over texts, but the mean of its values for single "
+                    f"texts is {mean:.6g}, and its value for all texts is {whole[key]:.6g}"
                 )
         return found
 
@@ -175,5 +175,5 @@ def find_text_metric(name: str) -> TextMetric:
         if declared.better not in ("lower", "higher"):
             raise UsageError(f"{broken}: {figure}: better must be lower or higher, got {declared.better!r}")
     if not metric.figures:
-        raise UsageError(f"{broken}: the metric must declare at least one figure")
+        raise UsageError(f"{broken}: the metric must declare at least one number that it returns")
     return metric

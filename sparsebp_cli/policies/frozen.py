@@ -104,7 +104,7 @@ class Frozen(ParameterSelector):
             return chosen
         layers = _layers(parameters, chosen)
         if not layers:
-            raise PolicyError("'turn: layers' needs a transformer layer with a trained parameter")
+            raise PolicyError("'turn: layers' needs a transformer layer with trainable parameters")
         resting = set(layers) - find_in_turn(layers, self.order, self.every, self.at_once, step)
         return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
 

@@ -61,7 +61,7 @@ class Seen:
 
     def _read(self, name: Reading) -> Tensor:
         if name not in self.readings:
-            raise UsageError(f"{name} was not requested: add this name to the policy's property reads")
+            raise UsageError(f"{name} was not requested: add this name to the policy's property 'reads'")
         return self.readings[name]
 
 

@@ -82,7 +82,7 @@ def read_bounded(file: Path, largest: int) -> bytes:
     with open_regular(file) as stream:
         content = stream.read(largest + 1)
     if len(content) > largest:
-        raise ValueError(f"the file has more than {largest} bytes")
+        raise ValueError(f"the file has more than the allowed {largest} bytes")
     return content
 
 
@@ -92,7 +92,7 @@ def read_json(file: Path, largest: int) -> Any:
     try:
         return json.loads(read_bounded(file, largest))
     except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
+        raise ValueError("its JSON is nested too deeply") from None
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
@@ -139,7 +139,7 @@ class _CountedInfo(tarfile.TarInfo):
         if found.type in EXTENDED:
             cls.header_bytes += found.size
             if found.size > LARGEST_HEADER or cls.header_bytes > LARGEST_HEADERS:
-                raise BudgetError(f"a file's name or header may have at most {LARGEST_HEADER} bytes, got {found.size}")
+                raise BudgetError(f"a name or tar header may have at most {LARGEST_HEADER} bytes, got {found.size}")
         if found.type == tarfile.GNUTYPE_SPARSE:
             _refuse_holes()
         return found
@@ -150,4 +150,4 @@ class _CountedInfo(tarfile.TarInfo):
 
 
 def _refuse_holes() -> NoReturn:
-    raise BudgetError("sparse files (files with holes) are not allowed in an archive")
+    raise BudgetError("an archive must not contain sparse files (files with holes)")

@@ -49,7 +49,7 @@ def check_tag(tag: str) -> str:
     """Return the tag. Raise UsageError if it could be mistaken for another word or value."""
     if tag == "last" or not TAG.fullmatch(tag):
         raise UsageError(
-            f"a tag must be a letter, then up to 39 letters, digits, _ . or -, but not the word last, got {tag!r}"
+            f"a tag must be a letter, then up to 39 letters, digits, _ . or -, but not 'last', got {tag!r}"
         )
     return tag
 

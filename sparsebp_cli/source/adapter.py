@@ -57,5 +57,5 @@ def read_adapter(folder: Path) -> Mapping[str, object]:
         raise DataError(f"{folder / CONFIG}: peft_type must be one of {allowed}, got {shorten(kind)!r}")
     for key in LEADING:
         if content.get(key):
-            raise DataError(f"{folder / CONFIG}: {key} is not allowed: peft would import or read what it names")
+            raise DataError(f"{folder / CONFIG}: {key} is not allowed: peft would import or read what this key names")
     return content

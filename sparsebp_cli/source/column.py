@@ -53,7 +53,7 @@ def read_labels(rows: Rows, column: str) -> list[str]:
             raise DataError(f"{row.place}: column {column!r} must contain a label, got none")
         if kind is None or (isinstance(value, float) and not value.is_integer()):
             raise DataError(
-                f"{row.place}: column {column!r} must contain a name, a whole number or a boolean, got "
+                f"{row.place}: column {column!r} must contain a text, a whole number or a boolean, got "
                 f"{describe_kind(value)}"
             )
         _refuse_change(row, column, kind, kinds)

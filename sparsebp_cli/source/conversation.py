@@ -131,9 +131,9 @@ def _refuse_ignored(
         name = str(columns[role])
         if (row := next((row for row in rows if name in row), None)) is not None:
             raise DataError(
-                f"{row.place}: column {name!r} would not be read: the data have a column of messages, so the "
-                f"key {role} of dataset.columns names a role, and no message has the role {name!r}; move the text into "
-                f"the messages, or leave out the key {role}"
+                f"{row.place}: column {name!r} would be ignored: beside a column of messages, the key {role} of "
+                f"dataset.columns names a role, and no message has the role {name!r}; move the text into the messages, "
+                f"or leave out the key {role}"
             )
 
 

@@ -59,7 +59,7 @@ def _check_settings(file: Path) -> None:
         content = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{file}: its settings cannot be read: {reason}") from None
+        raise DataError(f"{file}: the settings at its top (YAML) cannot be read: {reason}") from None
     configs = content.get("configs") if isinstance(content, dict) else None
     for config in configs if isinstance(configs, list) else ():
         for key in LEADING if isinstance(config, dict) else ():

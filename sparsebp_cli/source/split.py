@@ -26,7 +26,7 @@ def find_splits(section: DatasetSection, folders: Sequence[Path] = ()) -> Splits
     Relative paths are searched in the folders in order, by default in the working folder. Raise DataError if the
     dataset is not found, or is a folder with other files than data."""
     if MARK in section.split:
-        raise DataError(f"dataset.split is {section.split!r}: SparseBP can compare such a run, but not train it")
+        raise DataError(f"dataset.split is {section.split!r}: SparseBP compares such a run, but cannot train it again")
     source = find_source(section.name, DATASETS, folders)
     if callable(source):
         return _of_tables(source(), section.name)

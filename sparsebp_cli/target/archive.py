@@ -102,7 +102,7 @@ def merge_into_run(part: Path, top: str, run: RunFolder) -> None:
     ``part``. Raise ``RunFailedError``, and merge nothing, if files and folders are mixed up or a model does not match
     its manifest. The caller must then keep the remote copy."""
     if not (part / top).is_dir():
-        raise _refuse(f"there is no folder {top}")
+        raise _refuse(f"it has no folder {top}")
     for path in (part / top).iterdir():
         place = run.path / path.name
         known = path.name in (*FOLLOWED, *FOLDERS)
@@ -131,7 +131,7 @@ def _refuse(what: str) -> RunFailedError:
 
 def _check_member(member: tarfile.TarInfo) -> None:
     if member.issparse():  # a few bytes can unpack to a file of any size
-        raise _refuse(f"{shorten(member.name)!r} is a sparse file")
+        raise _refuse(f"{shorten(member.name)!r} is a sparse file (a file with holes), which is not allowed")
     if PurePosixPath(member.name).name == "plan.json" and member.size > LARGEST_PLAN:
         raise _refuse(f"plan.json may have at most {LARGEST_PLAN} bytes, got {member.size}")
     if len(PurePosixPath(member.name).parts) > MOST_PARTS:

@@ -104,7 +104,7 @@ class DockerEngine(TargetEngine):
         if answer.code != 0:
             if "already in use" in answer.err:
                 raise RunBusyError(
-                    f"run {run.run_id} was already started on {self._place}, by another command: wait until it ends"
+                    f"run {run.run_id} was already started on {self._place}, by a command that still runs: wait for it"
                 )
             raise self._refused(answer)
         found = {"name": options.image, "id": image, "digest": digest}
@@ -129,7 +129,7 @@ class DockerEngine(TargetEngine):
             self._require_absent(answer)
             if engine_id and self._engine_id() != engine_id:
                 where = f"{self._place} is not the Docker engine on which run {run.run_id} was started"
-                raise UnreachableError(f"{where}: connect to that engine again")
+                raise UnreachableError(f"{where}: connect to that docker or podman again")
             return WorkerStatus(Phase.OVER, text=f"its container is gone from {self._place}", gone=True)
         return _read_state(self._tool.read_json(answer))
 

@@ -35,7 +35,7 @@ def write_end_record(
     """
     # Test the worker's lock without taking it: while we held it, readers would see the run as "running".
     if run.is_locked("worker"):
-        raise RunBusyError(f"the end of run {run.run_id} is not recorded here: its worker is alive, and records it")
+        raise RunBusyError(f"run {run.run_id}: its worker is still alive and records the end itself: wait")
     with JournalWriter(run.path) as journal:
         # The writer counts a new attempt. This end belongs to the worker's attempt, even if the worker never recorded
         # its start.

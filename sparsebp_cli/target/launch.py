@@ -157,7 +157,7 @@ class RunHandle(Job):
 
 def _read_from(file: Path, offset: int) -> bytes:
     if file.is_symlink():  # in a stranger's folder, a link could expose a file of this user
-        raise UnsupportedOperation(f"{file} is a link")
+        raise UnsupportedOperation(f"{file} is a link, which is not followed")
     try:
         with open_regular(file) as log:
             log.seek(offset)

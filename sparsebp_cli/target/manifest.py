@@ -68,7 +68,7 @@ class KubernetesOptions(ContainerOptions):
         if self.nodes > 1:
             check_gpus(self, self.gpus)
             if self.claim is None:
-                raise ValueError(f"'nodes: {self.nodes}' needs a claim (ReadWriteMany) that all pods mount, got null")
+                raise ValueError(f"'nodes: {self.nodes}' needs a volume claim (ReadWriteMany) that all pods mount")
             if self.host_network:
                 raise ValueError(f"'nodes: {self.nodes}' needs 'host_network: false', because pods connect by name")
         return self

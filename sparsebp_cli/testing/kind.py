@@ -61,7 +61,7 @@ def check_kind(
         UsageError: ``policies`` is empty, or only one of ``make_model`` and ``loss`` is given.
     """
     if not policies or (make_model is None) != (loss is None):
-        raise UsageError("check_kind needs at least one policy, and either both or neither of make_model and loss")
+        raise UsageError("check_kind needs at least one policy, and make_model and loss either both or not at all")
     _check_record(kind)
     trial = _Trial(make_model or Network, loss or _loss_of_network, given)
     dense = trial.train(None)

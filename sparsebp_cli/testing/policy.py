@@ -51,7 +51,7 @@ def _find_class(policy: object, options: dict[str, object]) -> tuple[type[Policy
     if not isinstance(policy, Policy):
         raise UsageError(f"check_policy takes the name, the class or an instance of a policy, got {policy!r}")
     if options:
-        raise UsageError(f"check_policy: an instance already has its options, got {', '.join(options)} as well")
+        raise UsageError(f"check_policy: an instance has its options already: leave out {', '.join(options)}")
     _check_json(policy)
     return type(policy), policy.model_dump(mode="json")
 

@@ -150,7 +150,7 @@ def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]
     what = "message weights"
     for policy in policies:
         if any(kind.weighs_examples for kind in list_kinds([policy])):
-            raise DataError(f"{what} do not work with {type(policy).__name__}, which weights examples: give only one")
+            raise DataError(f"{what} do not work with {type(policy).__name__}, which weights examples: use one")
     if recipe.training.compile:
         raise DataError(f"{what} do not work with 'training.compile: true': use false")
     try:

@@ -202,7 +202,7 @@ def _tokenize(
     if not texts:
         return {"input_ids": [], "offset_mapping": []}
     if with_offsets and not tokenizer.is_fast:
-        raise DataError(f"a policy column that marks characters needs a fast tokenizer, got {type(tokenizer).__name__}")
+        raise DataError(f"a policy's column of character spans needs a fast tokenizer, got {type(tokenizer).__name__}")
     return call_tokenizer(tokenizer, texts, pairs, return_offsets_mapping=with_offsets)
 
 

@@ -35,7 +35,7 @@ def encode(
     token masks. ``label_names`` are the classes of a classification by number."""
     talks = None if architecture in UNMARKED else read_talks(rows, section)
     if columns and (why := UNMARKED.get(architecture) if talks is None else "the rows are conversations"):
-        raise DataError(f"column {min(columns)!r} marks characters of a text, but {why}: remove it from the policy")
+        raise DataError(f"column {min(columns)!r} has character spans, but {why}: remove it from the policy")
     if talks is not None:
         return encode_chat(talks, section, tokenizer)
     if architecture == "encoder-decoder":

@@ -94,7 +94,7 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
     except (LookupError, ValueError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:
         # optimizers, policies and generators raise these for a state that does not fit
         raise UnsupportedError(
-            f"the checkpoint of step {snapshot.step} does not fit the plan: {type(error).__name__}: {error}"
+            f"the checkpoint of step {snapshot.step} does not fit this run's recipe: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -117,7 +117,7 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
         )
     if section.group_by is not None and batches[0] != batches[1]:
         raise UnsupportedError(
-            f"{before} with {batches[0]} examples per micro-batch, but the plan sets {batches[1]}: "
+            f"{before} with {batches[0]} examples per micro-batch, but this run sets {batches[1]}: "
             f"with 'training.group_by: {section.group_by}', both must be equal"
         )
     # An additional process has no stored generators: seed them as at the start, but shifted, so that no numbers repeat.
@@ -129,7 +129,7 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
 
 def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
     """Refuse a checkpoint of another model or optimizer, or of a step after the plan's last one."""
-    before = f"the checkpoint of step {snapshot.step} does not fit the plan"
+    before = f"the checkpoint of step {snapshot.step} does not fit this run's recipe"
     max_steps = training.plan.recipe.training.max_steps
     if snapshot.step > max_steps:
         raise UnsupportedError(f"{before}, because training ends at step {max_steps} (training.max_steps)")
@@ -140,7 +140,7 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
             shapes = [
                 f"shape {list(shape)}" if shape is not None else "none" for shape in (theirs.get(name), mine.get(name))
             ]
-            raise UnsupportedError(f"{before}: {name} has {shapes[0]}, but {shapes[1]} in the model of the plan")
+            raise UnsupportedError(f"{before}: {name} has {shapes[0]}, but {shapes[1]} in this run's model")
     groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
     if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
         raise UnsupportedError(f"{before}: another optimizer than {training.plan.recipe.training.optim} was used")

@@ -128,7 +128,7 @@ class Training(Restorable):
             self._rest_of_update,
         )
         if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
-            raise UnsupportedError("max_flops needs probes to count FLOPs, and this run cannot make any: use max_steps")
+            raise UnsupportedError("this run cannot count FLOPs by probes, which max_flops needs: use max_steps")
         if self.plan.recipe.checkpoint.keep_best is not None and self._trains_frozen():
             text = "checkpoint.keep_best does not work with policies that train parts of frozen weights: leave it out"
             raise UnsupportedError(text)

@@ -164,5 +164,7 @@ def test_snippets_are_read_out_of_an_archive_within_an_archive(tmp_path: Path) -
     fetched._take_snippets(tmp_path / "outer", tmp_path / "files")
     assert (tmp_path / "files" / SNIPPETS).read_bytes() == b"1\t1\tGood."
     pack(tmp_path / "outer", {"LICENSE.txt": b"free"})
-    with pytest.raises(DataError, match=r"the archive has no additional_resources/hutto_ICWSM_2014\.tar\.gz"):
+    with pytest.raises(
+        DataError, match=r"the downloaded archive has no additional_resources/hutto_ICWSM_2014\.tar\.gz"
+    ):
         fetched._take_snippets(tmp_path / "outer", tmp_path / "files")

@@ -298,7 +298,7 @@ def test_what_cannot_be_combined_is_refused_by_name_and_changes_nothing() -> Non
         sbp.attach(model, [turns, top], optimizer=optimizer)
     with pytest.raises(PolicyError, match="did you mean lm_head"):
         sbp.attach(model, [sbp.make_policy("frozen", freeze=["lm_haed"])])
-    with pytest.raises(PolicyError, match="'turn: layers' needs a transformer layer with a trained parameter"):
+    with pytest.raises(PolicyError, match="'turn: layers' needs a transformer layer with trainable parameters"):
         sbp.attach(model, [sbp.make_policy("frozen", train=["lm_head"], turn="layers")], optimizer=optimizer)
     assert all(p.requires_grad for p in model.parameters())
     assert not any(module._forward_hooks or "forward" in vars(module) for module in model.modules())

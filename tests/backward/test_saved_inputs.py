@@ -240,7 +240,7 @@ def test_where_and_layers_name_the_linears_that_save_less() -> None:
     assert {name for name in ours if not torch.equal(ours[name], dense[name])} == {
         f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")
     }
-    with pytest.raises(UsageError, match=r"where: '\*.mpl.\*' matches no layer or node"):
+    with pytest.raises(UsageError, match=r"where: '\*.mpl.\*' matches no site"):
         attach(model, Save(where=["*.mpl.*"]))
     with pytest.raises(UnsupportedError, match="layers: the model has no layer 2; allowed: -2 to 1"):
         attach(model, Save(layers=[2]))

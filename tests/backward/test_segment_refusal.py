@@ -74,11 +74,11 @@ def _in_place() -> nn.Module:
 
 
 LOST: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: Stack(lambda seen: seen[-1] * 2), "compute a tensor between its layers 'layers.0' and 'layers.1'"),
-    (lambda: Stack(lambda seen: seen[0]), "compute a tensor between its layers 'layers.0' and 'layers.1'"),
+    (lambda: Stack(lambda seen: seen[-1] * 2), "computes a tensor between the layers 'layers.0' and 'layers.1'"),
+    (lambda: Stack(lambda seen: seen[0]), "computes a tensor between the layers 'layers.0' and 'layers.1'"),
     (Skipping, "layer 'layers.2' ran where 'layers.1' was expected"),
     (Watching, "the loss uses a tensor that 'layers.0' computes inside a segment"),
-    (_foreign, r"a layer from 'layers.0' to 'layers.1' uses a tensor of shape \(4,\) that requires grad"),
+    (_foreign, r"a layer of 'layers.0' to 'layers.1' uses a tensor of shape \(4,\) that requires grad"),
     (_in_place, r"begins with 'layers.0' must not change an input of shape \(2, 4\) in place"),
 ]
 

@@ -176,7 +176,9 @@ def test_nothing_is_read_that_nobody_names() -> None:
     model = Attention()
     with sbp.attach(model, Informed(saw=[])) as engine, patch.object(choice, "norm", side_effect=AssertionError):
         engine.backward(model(torch.randn(2, 3, 8)).sum())
-    with pytest.raises(UsageError, match="input_norm was not requested: add this name to the policy's property reads"):
+    with pytest.raises(
+        UsageError, match="input_norm was not requested: add this name to the policy's property 'reads'"
+    ):
         Seen(torch.zeros(1, 1)).input_norm  # noqa: B018
 
 

@@ -98,7 +98,7 @@ def test_one_selector_at_all_sites_is_two_at_halves_of_them() -> None:
             UsageError,
             "First and Last cannot both act at 'layers.1.up': separate them with where= or layers=",
         ),
-        ([First(where=["*.upp"])], UsageError, r"where: '\*.upp' matches no layer or node$"),
+        ([First(where=["*.upp"])], UsageError, r"where: '\*.upp' matches no site$"),
     ],
 )
 def test_sites_of_two_selectors_or_of_none_are_refused(policies: Any, kind: type[Exception], text: str) -> None:

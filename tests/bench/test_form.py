@@ -80,7 +80,7 @@ def test_every_form_of_every_built_in_policy_can_be_made(name: str) -> None:
         ("tpok", {}, "unknown policy 'tpok'; installed: .*; did you mean topk?"),
         ("topk", {"options": {"withn": "row"}}, "unknown key 'withn'; .*; did you mean within?"),
         ("topk", {"options": {"within": "rows"}}, "within: got 'rows', allowed: 'batch', 'example', 'row'"),
-        ("topk", {"options": {"keep": 0.1}}, "bench times several values of the option keep"),
+        ("topk", {"options": {"keep": 0.1}}, "give the values of the option keep"),
         ("dense", {"keeps": [0.5]}, "'dense' has no option keep"),
         ("max-child", {"keeps": [0.5]}, "'max-child' has no option keep"),
         (

@@ -117,7 +117,7 @@ def test_what_a_run_does_not_have_is_neither_true_nor_false(runs: list[RunFolder
         ("keep<", "expected a value after keep <, got the end"),
         ("keep 0.2", "expected one of = != < <= > >= ~ after 'keep', got '0.2'"),
         ("(keep<0.2", r"expected '\)', got the end"),
-        ("keep<0.2 policy=topk", "expected 'and', 'or' or the end, got 'policy'"),
+        ("keep<0.2 policy=topk", "expected 'and', 'or' or the end of the condition, got 'policy'"),
         ("= 3", "expected a name, got '='"),
         ("", "expected a name, got the end"),
         ("name='x", 'cannot read "\'x"'),

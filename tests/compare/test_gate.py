@@ -70,7 +70,7 @@ def test_every_group_but_the_baseline_is_asked(make_run: MakeRun) -> None:
     [
         (
             "eval/loss.delta.hi > 1",
-            r"no number is called 'eval/loss.delta.hi', allowed: .*did you mean eval/loss.delta",
+            r"unknown number 'eval/loss.delta.hi', allowed: .*did you mean eval/loss.delta",
         ),
         ("nobody:eval/loss.mean > 1", "no group is called 'nobody'; the groups are dense, topk-rows"),
         ("dense:eval/loss.mean > 1 and eval/loss.mean > 1", "write 'GROUP:' before every name"),

@@ -158,7 +158,7 @@ def test_the_test_split_opens_once_and_for_a_kept_candidate_alone(file: Path) ->
     assert len(list_runs()) == runs
     other = make_session(file, "training.learning_rate=0.6", gain=0)
     other.run()
-    with pytest.raises(UsageError, match="has already used the test split of these data"):
+    with pytest.raises(UsageError, match="has used these data's test split"):
         other.open_test()
 
 

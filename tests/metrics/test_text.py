@@ -145,7 +145,7 @@ def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
     metric = TextMetric(compute, {"longest": Figure("lower", is_mean=True)})
     with pytest.raises(
         DataError,
-        match="the mean of single texts is 3, and the value for all texts together is 4",
+        match="the mean of its values for single texts is 3, and its value for all texts is 4",
     ):
         metric.measure_each("mine", ["four", "ab"], ["", ""], {"row": [1, 2]})
 
@@ -156,7 +156,7 @@ def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
         (len, "must be a TextMetric"),
         (TextMetric(len, {"Pass@1": Figure("higher")}), "'Pass@1' must be lower-case"),  # type: ignore[arg-type]
         (TextMetric(len, {"one": Figure("up")}), "better must be lower or higher, got 'up'"),  # type: ignore[arg-type]
-        (TextMetric(len, {}), "must declare at least one figure"),  # type: ignore[arg-type]
+        (TextMetric(len, {}), "must declare at least one number"),  # type: ignore[arg-type]
     ],
 )
 def test_a_broken_entry_is_refused(monkeypatch: pytest.MonkeyPatch, offered: object, message: str) -> None:

@@ -158,7 +158,7 @@ def test_the_split_of_a_stored_plan_names_a_removed_key_that_had_an_effect(tmp_p
     assert load_stored(content["recipe"], "plan.json").recipe.dataset.split == plan.dataset.split
     (tmp_path / "data.jsonl").write_text('{"text": "a b c"}')  # a file has whatever split a recipe names
     section = plan.dataset.model_copy(update={"name": str(tmp_path / "data.jsonl")})
-    with pytest.raises(DataError, match="SparseBP can compare such a run, but not train it"):
+    with pytest.raises(DataError, match="SparseBP compares such a run, but cannot train it again"):
         find_splits(section)
 
 
@@ -236,7 +236,7 @@ def test_a_stored_regression_is_read_and_does_not_go_on(tmp_path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(content))
     dataset = Plan.load(tmp_path / "plan.json").recipe.dataset
     assert dataset.split == "train, with a key of 0.5, dataset.format: regression"
-    with pytest.raises(DataError, match="SparseBP can compare such a run, but not train it"):
+    with pytest.raises(DataError, match="SparseBP compares such a run, but cannot train it again"):
         find_splits(dataset)
 
 

@@ -321,5 +321,5 @@ def test_an_instance_is_checked_with_the_options_that_it_has() -> None:
 def test_what_is_no_policy_and_options_beside_an_instance_are_refused() -> None:
     with pytest.raises(UsageError, match="takes the name, the class or an instance of a policy, got 3"):
         check_policy(3)
-    with pytest.raises(UsageError, match="an instance already has its options, got keep as well"):
+    with pytest.raises(UsageError, match="an instance has its options already: leave out keep"):
         check_policy(TopK(keep=0.25, along="rows"), keep=0.5)

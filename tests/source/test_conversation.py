@@ -83,7 +83,7 @@ def test_a_column_beside_the_messages_that_only_renames_a_role_is_refused(tmp_pa
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = list(iter_rows(write(tmp_path, [{"messages": messages}, {"messages": messages, "rules": "Be brief."}])))
     for columns in ({"system": "rules"}, {"messages": "messages", "system": "rules"}):
-        with pytest.raises(DataError, match=r"rows.jsonl, line 2: column 'rules' would not be read: the data have a"):
+        with pytest.raises(DataError, match=r"rows.jsonl, line 2: column 'rules' would be ignored: beside a column"):
             read_conversations(rows, columns)
     named = [{"role": "rules", "content": "Be brief."}, *messages]
     rows = list(iter_rows(write(tmp_path, [{"messages": named, "rules": "x"}])))

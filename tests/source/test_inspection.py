@@ -124,7 +124,7 @@ def test_a_model_in_the_cache_of_the_hub_is_known(check: Check, tmp_path: Path) 
             "a.jsonl",
             '{"text": "a", "label": 0.5}',
             ", format: classification",
-            "must contain a name, a whole number or a bool",
+            "must contain a text, a whole number or a bool",
         ),
         ("a.jsonl", '{"text": "a"}\n\n{"text": null}\n', "", "a.jsonl, line 3: column 'text' must contain text"),
         ("a.jsonl", '{"text": "a"}\n{"more": 1}\n', "", "a.jsonl, line 2: column 'text' must contain text"),

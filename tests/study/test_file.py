@@ -39,7 +39,7 @@ WRONG = [
     (
         "same: cost, as: dense, steps: 20",
         "seconds: 5.0, steps: 20",
-        "budget: `steps` belongs to the arm that `as` names",
+        "budget: `steps` is used only with `as`",
     ),
     ("same: cost, as: dense, steps: 20", "seconds: 0.0", "budget.seconds: must be above 0"),
     (

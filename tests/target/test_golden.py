@@ -212,7 +212,7 @@ def test_an_exported_plan_keeps_its_processes_and_nodes() -> None:
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({}, "needs a claim"), ({"claim": "runs", "host_network": True}, "host_network"), ({"gpus": 8}, "got 8")],
+    [({}, "needs a volume claim"), ({"claim": "runs", "host_network": True}, "host_network"), ({"gpus": 8}, "got 8")],
 )
 def test_nodes_without_what_they_need_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):

@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         lines(labelled([*"ab" * 75, ["a"]])),
         LABELS,
-        "line 151: column 'label' must contain a name",
+        "line 151: column 'label' must contain a text",
     ),
     "late mapping": (
         "a.jsonl",
@@ -218,13 +218,13 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         lines(labelled([0.5, 0.5])),
         LABELS,
-        "line 1: column 'label' must contain a name, a whole number",
+        "line 1: column 'label' must contain a text, a whole number",
     ),
     "an infinite class": (
         "a.json",
         b'[{"text": "the", "label": 1.0}, {"text": "film", "label": -Infinity}]',
         LABELS,
-        "row 2: column 'label' must contain a name, a whole number",
+        "row 2: column 'label' must contain a text, a whole number",
     ),
     "cut archive": (
         "a.jsonl.gz",

@@ -167,7 +167,7 @@ def test_tokens_that_are_chosen_by_unknown_scores_are_as_many(tmp_path: Path, po
 
 
 def test_what_a_run_refuses_for_its_names_is_refused_in_the_same_words(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"^where: '\*\.w_proj' matches no layer or node"):
+    with pytest.raises(PolicyError, match=r"^where: '\*\.w_proj' matches no site"):
         _forecast(_write(tmp_path, policy={"name": "topk", "keep": 0.5, "where": ["*.w_proj"]}))
 
 

@@ -120,9 +120,15 @@ def test_an_older_checkpoint_is_taken_where_the_newest_is_none_of_ours(place: Pa
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (state(random={"python": [3, ["os.system"], None], "numpy": ["MT19937", [1], 0, 0, 0.0]}), "does not fit the"),
-        (state(random={"python": {"__reduce__": 1}, "numpy": None}), "does not fit the plan"),
-        (state(rest={"schedule": {"_step_count": "x"}, "engine": {"cut": 1}, "tokens": "x"}), "does not fit the plan"),
+        (
+            state(random={"python": [3, ["os.system"], None], "numpy": ["MT19937", [1], 0, 0, 0.0]}),
+            "does not fit this run",
+        ),
+        (state(random={"python": {"__reduce__": 1}, "numpy": None}), "does not fit this run's recipe"),
+        (
+            state(rest={"schedule": {"_step_count": "x"}, "engine": {"cut": 1}, "tokens": "x"}),
+            "does not fit this run's recipe",
+        ),
         (state(optimizer_groups=[{"params": "x"}]), "another optimizer than"),
         (
             lambda place: shutil.copy(place.parents[2] / "pickle", place / "random.safetensors"),

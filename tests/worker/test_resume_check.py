@@ -129,7 +129,7 @@ def test_an_allowed_change_that_does_not_fit_is_one_line(killed: RunFolder, name
     allow(killed, "training", "model")
     assert work(killed) == 2
     text = History.load(killed.path).ends[-1]["text"]
-    assert text.startswith("the checkpoint of step 8 does not fit the plan: ")
+    assert text.startswith("the checkpoint of step 8 does not fit this run's recipe: ")
     assert words in text
     assert "Traceback" not in killed.log_file.read_text()
 

@@ -196,8 +196,8 @@ def test_the_gradients_are_those_of_the_first_weights_and_batches_and_train_noth
         ({"keep": 1.5}, "less than or equal to 1"),
         ({"rows": []}, "rows must name at least one linear layer"),
         ({"rows": ["*"], "coupled": True}, "'coupled: true' needs the options rows and columns"),
-        ({"scope": "model"}, "'scope: model' ranks parts of one size"),
-        ({"rows": ["*"], "blocks": ["*"], "scope": "model"}, "'scope: model' ranks parts of one size"),
+        ({"scope": "model"}, "'scope: model' ranks only parts of equal size"),
+        ({"rows": ["*"], "blocks": ["*"], "scope": "model"}, "'scope: model' ranks only parts of equal size"),
         ({"batches": 0}, "greater than 0"),
     ],
 )
@@ -218,7 +218,7 @@ def test_bad_options_are_refused(options: Any, message: str) -> None:
         ({"blocks": ["*"], "block_size": 4}, "blocks: '0.up' has 6 outputs, which must be a multiple of block_size 4"),
         (
             {"rows": ["*.up"], "columns": ["*.gate"], "coupled": True},
-            "same number of channels, got 6 of '0.up', 4 of '0.gate'",
+            "must be equally many, got 6 of '0.up', 4 of '0.gate'",
         ),
     ],
 )

@@ -211,8 +211,8 @@ class Engine:
         batches, wanted = [forward, *others], self._trials.count_batches(self._clock.now())
         if wanted > len(batches):
             raise UsageError(
-                f"a policy needs {wanted} micro-batches for its trial passes, got {len(batches)}: call "
-                f"engine.run_trials(forward, others=[...]) with {wanted - 1} in others"
+                f"a policy needs {wanted} micro-batches for its trial passes, got {len(batches)}: pass "
+                f"{wanted - 1} of them as others in engine.run_trials(forward, others=[...])"
             )
 
         def run_pass(trial: TrialPass) -> None:

@@ -290,5 +290,5 @@ def refuse_uncalled(policy: Policy, model: nn.Module) -> NoReturn:
         )
     raise UsageError(
         f"{type(policy).__name__} was not called: no training forward of {type(model).__name__} ran before the "
-        "backward; call the whole model, not only its parts, and no model.forward that you stored before attach"
+        "backward: call model(...) itself, not only parts of it, nor a model.forward that was stored before attach()"
     )

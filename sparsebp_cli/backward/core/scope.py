@@ -41,7 +41,7 @@ class Scope:
         """Refuse a pattern that matches no site (:class:`UsageError`)."""
         for pattern in self._where or ():
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise UsageError(f"where: {pattern!r} matches no layer or node{did_you_mean(pattern, names)}")
+                raise UsageError(f"where: {pattern!r} matches no site{did_you_mean(pattern, names)}")
 
 
 def _number(layers: list[int], num_layers: int) -> frozenset[int]:

@@ -166,7 +166,7 @@ class GradStore:
         for key, entry in self._entries.items():
             target = known.resolve(key)
             if isinstance(target, str):
-                raise UsageError(f"{target!r} is a name, but the store has no model: give GradStore or apply a model")
+                raise UsageError(f"{target!r} is a name, but the store has no model: give one to GradStore or apply")
             known.check_fit(target, entry.grad, target, on_device=False)
             targets.append((target, key))
         for target, key in targets:

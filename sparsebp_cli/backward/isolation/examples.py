@@ -55,7 +55,7 @@ class Examples:
         if value.dim() and value.shape[0] == rows and not self.several:
             return value[example.row : example.row + 1]
         if self.several and value.dim() > 1:
-            raise NotAlone("an argument of the model cannot be divided into examples")
+            raise NotAlone("an argument of the model has no batch dimension, so it cannot be divided into examples")
         return value
 
 

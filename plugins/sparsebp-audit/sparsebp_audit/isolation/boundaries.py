@@ -110,5 +110,5 @@ def _read_restarts(positions: Tensor, real_BT: Tensor) -> tuple[Tensor | None, s
     if len(back) == int(real_BT.sum()) - len(real_BT):
         return None, ""  # no numbers, such as all zeros
     if bool((back > 0).any()):
-        raise NotAlone(f"position numbers restart at {int(back.max())}, not 0: sequences share earlier tokens")
+        raise NotAlone(f"position numbers restart at {int(back.max())}, not 0: sequences share a prefix")
     return falls_BT.long().cumsum(1), "position_ids"

@@ -127,7 +127,7 @@ class _Trial:
             leak_limit=self._limit(LEAK_LIMITS, output),
         )
         if not embeddings.leaves or not output.requires_grad:
-            raise NotAlone("the model's outputs depend on no embeddings and no inputs that require a gradient")
+            raise NotAlone("no gradient flows from the model's outputs to embeddings or inputs")
         differences = self.compare(output)
         leak = self._find_leak(output, embeddings.leaves) if count > 1 else 0.0
         found = replace(found, difference=max(differences), leak=leak)

@@ -64,7 +64,10 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = False,
     threshold: Annotated[
         float,
-        typer.Option(metavar="SHARE", help="Hide findings that would save less than this fraction of a step."),
+        typer.Option(
+            metavar="SHARE",
+            help="Hide findings that would save less than this fraction of a step's FLOPs, bytes or time.",
+        ),
     ] = 0.005,
     fail_if_waste: Annotated[
         float | None,

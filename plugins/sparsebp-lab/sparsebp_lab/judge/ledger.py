@@ -300,8 +300,8 @@ class Ledger:
             else:
                 continue
             raise UsageError(
-                f"{self.file} {has}, but {source} recorded a ledger of {mark.lines} lines, with {mark.questions} "
-                f"questions and digest {mark.digest[:12]}; restore the whole ledger from a copy, or set "
+                f"{self.file} {has}, but {source} recorded {mark.lines} lines, {mark.questions} questions and digest "
+                f"{mark.digest[:12]}: the ledger was changed; restore the whole ledger from a copy, or set "
                 "SPARSEBP_HOME to a new folder"
             )
 

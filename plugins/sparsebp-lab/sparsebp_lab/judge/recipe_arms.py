@@ -50,8 +50,8 @@ class RecipeArms:
             steps = find_steps(self._loaded, rehearsals, self.store)
         except UsageError as error:
             raise UsageError(
-                f"candidate and baseline cannot train at equal cost: {error}; use --equal steps to let each train "
-                "its own number of steps"
+                f"candidate and baseline cannot train at equal cost: {error}; with --equal steps, each trains "
+                "the steps in its recipe"
             ) from None
         variant, flops = self._loaded.variants[SIDES.index(side)], find_flops(self._loaded, rehearsals, self.store)
         recipe = with_test(lengthen(variant, steps[SIDES.index(side)], flops), asked=test)

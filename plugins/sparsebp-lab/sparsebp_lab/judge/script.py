@@ -64,7 +64,7 @@ class ScriptRepository:
     def check_out(self, commit: str, folder: Path) -> None:
         """Write the files of a commit into a separate folder; the repository does not change."""
         if not self.repository.check_out(commit, folder):
-            raise UsageError(f"git could not check out commit {commit[:12]} of {self.root}")
+            raise UsageError(f"git could not check out commit {commit[:12]} of {self.root}: try it there")
 
 
 @dataclass(frozen=True)

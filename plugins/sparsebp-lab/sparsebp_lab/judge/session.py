@@ -108,7 +108,7 @@ class JudgeSession:
         first = self.book.opened[data]
         if first["question"] != self.proposal.digest:
             raise UsageError(
-                f"question {first['question']} has already used the test split of these data, and only one "
+                f"an earlier question ({first['question']}) has used these data's test split, and only one "
                 "question may: use other data, or leave out --final"
             )
         for number in range(len(question.looks.get("test", [])) + 1, TEST_PAIRS + 1):

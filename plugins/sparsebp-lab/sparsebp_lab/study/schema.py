@@ -96,9 +96,7 @@ class BudgetSection(BaseModel):
                 "the amount"
             )
         if self.amount is not None and self.steps is not None:
-            raise ValueError(
-                "`steps` belongs to the arm that `as` names: leave `steps` out if you give seconds or tokens"
-            )
+            raise ValueError("`steps` is used only with `as`: leave `steps` out if you give seconds or tokens")
         if self.part and self.same == "steps":
             raise ValueError(
                 "the key `part` needs 'same: cost', 'same: time' or 'same: tokens'; with 'same: steps', every "

@@ -97,8 +97,8 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Train a candidate and a baseline, and decide which is better.
 
     Trains pairs of runs with fresh seeds until judge can decide or the budget is spent. Each call asks one
-    question. The chance that judge even once calls a worse candidate better is at most 5 % for all questions with the
-    same SPARSEBP_HOME together. Exit codes: 0 better, 10 equal within the margin, 11 nothing shown, 12 worse.
+    question. Over all questions with the same SPARSEBP_HOME, the chance of even one wrong answer "better" is at most
+    5 %. Exit codes: 0 better, 10 equal within the margin, 11 nothing shown, 12 worse.
     """
     arms: Arms[Any]
     if script is None:

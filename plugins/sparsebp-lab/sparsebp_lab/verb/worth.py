@@ -44,8 +44,8 @@ def worth(
         typer.Option(
             "--all",
             help=(
-                "Also estimate all other installed policies that fit the recipe, with default options. A policy that "
-                "requires the option keep gets 'keep: 0.5'."
+                "Also estimate all other installed policies that fit the recipe, with their default options, and with "
+                "'keep: 0.5' if keep has no default."
             ),
         ),
     ] = False,

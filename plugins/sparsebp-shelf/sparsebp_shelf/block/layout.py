@@ -167,7 +167,7 @@ def _find_parts(prefix: str, layer: nn.Module, block: BlockLayout) -> Iterator[t
     for path in block.parts:
         if path not in modules:
             raise UnsupportedError(
-                f"the layout of {type(layer).__name__} names the module {path!r}, which {prefix!r} does not have"
+                f"the BranchLayout of {type(layer).__name__} names a module {path!r}, which {prefix!r} does not have"
             )
         yield f"{prefix}.{path}", modules[path]
 

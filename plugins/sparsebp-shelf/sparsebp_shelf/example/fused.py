@@ -177,7 +177,9 @@ def _join(live: Any, left: Any, index_K: Tensor, rest_L: Tensor, given: Mapping[
         if isinstance(one, Tensor) and one.dim():
             values[field.name] = _Joined.apply(one, other, index_K, rest_L)  # type: ignore[no-untyped-call]
         elif one is not None and field.name != "loss":
-            raise UnsupportedError(f"choosing examples does not support the output {field.name} of trl's fused head")
+            raise UnsupportedError(
+                f"with chosen examples, trl's fused head cannot give its output {field.name}: do not request it"
+            )
     count = given.get("num_items_in_batch")
     count = values["label_mask"].sum().clamp(min=1) if count is None else count
     return type(live)(loss=-values["log_probs"].sum() / count, **values)

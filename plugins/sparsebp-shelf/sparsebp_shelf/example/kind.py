@@ -119,7 +119,7 @@ def require_examples(policy: ExampleSelector, choice: object, number: int) -> No
         raise PolicyError(f"{asked} must contain at least one number, got none")
     shape = getattr(weight_K, "shape", type(weight_K).__name__)
     if weight_K is not None and shape != index_K.shape:
-        raise PolicyError(f"{asked} and weight_K must have the shape {tuple(index_K.shape)}, got {shape}")
+        raise PolicyError(f"{asked}: weight_K must have the shape of index_K, {tuple(index_K.shape)}, got {shape}")
 
 
 def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:

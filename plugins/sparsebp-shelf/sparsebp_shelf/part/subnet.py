@@ -130,7 +130,7 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
         if self.coupled and set(given) != {"rows", "columns"}:
             raise ValueError("'coupled: true' needs the options rows and columns, without blocks and elements")
         if self.scope == "model" and given not in (["blocks"], ["elements"]):
-            raise ValueError("'scope: model' ranks parts of one size: give either only blocks or only elements")
+            raise ValueError("'scope: model' ranks only parts of equal size: give either only blocks or only elements")
         return self
 
     @property

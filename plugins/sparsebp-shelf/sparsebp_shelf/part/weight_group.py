@@ -88,9 +88,7 @@ class WeightGroup:
             return sum(numbers)
         if len(set(numbers)) > 1:
             widths = ", ".join(f"{n} of {each.weight.name!r}" for n, each in zip(numbers, self.members, strict=True))
-            raise PolicyError(
-                f"coupled: the linear layers of a module must have the same number of channels, got {widths}"
-            )
+            raise PolicyError(f"coupled: the rows and columns of a module's weights must be equally many, got {widths}")
         return numbers[0]
 
     def find_largest(self, keep: float) -> Tensor:

@@ -107,7 +107,7 @@ class WeightPart(ABC):
         size = self.count(num_outputs, num_inputs)
         if self.index_K.dtype != torch.int64 or self.index_K.dim() != 1:
             raise PolicyError(
-                f"the numbers of {self.word} of a weight must be an int64 tensor of 1 dimension, got "
+                f"the indices of {self.word} of a weight must be an int64 tensor of 1 dimension, got "
                 f"{self.index_K.dtype} of {self.index_K.dim()} dimensions"
             )
         if not self.index_K.numel():
@@ -118,7 +118,7 @@ class WeightPart(ABC):
         least, most = int(sorted_K[0]), int(sorted_K[-1])
         if least < 0 or most >= size:
             number = least if least < 0 else most
-            raise PolicyError(f"the numbers of {self.word} of a weight must be from 0 to {size - 1}, got {number}")
+            raise PolicyError(f"the indices of {self.word} of a weight must be from 0 to {size - 1}, got {number}")
         if bool((sorted_K[1:] == sorted_K[:-1]).any()):
             raise PolicyError(f"each of the {self.word} of a weight may be chosen only once, but a number occurs twice")
 

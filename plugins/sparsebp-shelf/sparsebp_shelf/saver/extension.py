@@ -91,8 +91,8 @@ class InputSaving(SavesInputs, TrialExtension):
         if isinstance(given.optimizer, ReadsProjections):
             if policy.form is not SavedProjection or policy.draws_for is None:
                 raise UnsupportedError(
-                    f"the optimizer {type(given.optimizer).__name__} keeps moments of projected gradients: use a "
-                    "policy that projects features, and set its option interval"
+                    f"the optimizer {type(given.optimizer).__name__} needs gradients that a policy projected: add "
+                    "a policy that projects features (compact), and set its option interval"
                 )
             given.optimizer.read_projections(self.projection_of)
 
@@ -150,7 +150,7 @@ class InputSaving(SavesInputs, TrialExtension):
             before = self._projections.setdefault(weight, (saved.forget(), input_dim))[0]
             if before.seed != saved.seed:
                 raise UnsupportedError(
-                    "linear layers that read the same input must run in the same order in each forward of a step"
+                    "all forwards of a step must call the linear layers that share an input in the same order"
                 )
 
     def projection_of(self, weight: Tensor) -> tuple[SavedProjection, int] | None:

@@ -219,7 +219,7 @@ def _read_member(archive: tarfile.TarFile, path: str) -> bytes:
             stream = archive.extractfile(member)
             assert stream is not None
             return stream.read()
-    raise DataError(f"the archive has no {path}")
+    raise DataError(f"the downloaded archive has no {path}")
 
 
 MINILM = Fetched(

@@ -62,7 +62,7 @@ def find_forms(
     found, options = find_policy(name), dict(options or {})
     assert found.policy_class is not None
     if "keep" in options:
-        raise UsageError("bench times several values of the option keep: give them with --keep, not with --set")
+        raise UsageError("give the values of the option keep with --keep, not with --set")
     if found.kind == EdgeRouter.__name__:
         return _router_forms(found, sites, keeps, options)
     if not issubclass(found.policy_class, GradientSelector):
@@ -143,7 +143,7 @@ def _variants(
             yield variant, made[0].selection
     if not num_yielded:  # no form is possible: raise the error that a recipe would get
         make_policy(found.name, **options, **({} if keeps[0] is None else {"keep": keeps[0]}))
-        raise PolicyError(f"policy {found.name!r} refuses {options} with all values of its other options: change --set")
+        raise PolicyError(f"policy {found.name!r} refuses {options}, whatever its other options are: change --set")
 
 
 def _selections(

@@ -137,7 +137,7 @@ def _measure_rate(word: str) -> tuple[float, str]:
     flops = history.series(metric.STEP_FLOPS.name)
     rates = [flops[step] / value for step, value in seconds.items() if step in flops and value > 0.0]
     if not rates:
-        raise UsageError(f"--rate: run {folders[0].run_id} has no step with FLOPs and seconds after step {WARMUP}")
+        raise UsageError(f"--rate: run {folders[0].run_id} recorded no FLOPs or no seconds after step {WARMUP}")
     return median(rates), f"measured in run {folders[0].run_id}, with its batch size"
 
 

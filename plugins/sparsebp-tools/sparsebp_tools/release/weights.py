@@ -89,7 +89,7 @@ def _find_best(run: RunFolder, plan: Plan, history: History, *, is_finished: boo
         raise UsageError(f"run {run.run_id} is {run.state()}: its best weights are known only after the run finishes")
     folder = run.path / "best"
     if damage := manifest.find_damage(folder):
-        raise UsageError(f"run {run.run_id}: its best weights cannot be verified ({damage})")
+        raise UsageError(f"run {run.run_id}: its best weights cannot be verified ({damage}): use --checkpoint last")
     better = list_measured(plan.recipe)[name].better
     values = {step: value for step, value in history.series(name).items() if step > 0 and math.isfinite(value)}
     choose = min if better == "lower" else max

@@ -38,7 +38,7 @@ def evaluate(
         int | None,
         typer.Option(min=1, metavar="N", help="Evaluate only the first N examples of each task, for a quick try."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of requests in a forward pass.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of examples in a forward pass.")] = 8,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="Device of the model: cpu, cuda, cuda:1.")] = "cpu",
     output: Annotated[Output, typer.Option("-o", "--output", help="A table for people, or JSON.")] = Output.TABLE,
 ) -> None:

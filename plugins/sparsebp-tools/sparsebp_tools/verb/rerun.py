@@ -41,7 +41,7 @@ def rerun(
     detach: Detach = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Train a run again with the same plan, seed, code and data, under a new id, and compare the losses bit by bit.
+    """Train a run again with the same recipe and seed, under a new id, and report whether all losses are bit-identical.
 
     If packages, code or data have changed, the changes are listed and nothing is trained.
     """

@@ -107,7 +107,7 @@ class _SegmentRun:
             output = _run(self._part, tree_unflatten(self._leaves, self._spec))
         self._context.keep_changes(self._guarded)
         if versions.find_changed() is not None:
-            raise UnsupportedError(f"{where} must not change its input in place: begin it with another module")
+            raise UnsupportedError(f"{where} must not change its input in place: begin the segment at another module")
         refuse_hidden(tree_flatten(output)[0], where, given=False)
         output = tree_map(lambda leaf: _as_leaf(leaf, wants_grad=wants_grad), output)
         self._outputs = tree_flatten(output)[0]

@@ -51,7 +51,7 @@ class SegmentWork:
         for leaf in find_leaves(outputs):
             if id(leaf) not in own:  # its gradient would be lost
                 raise UnsupportedError(
-                    f"segments: a layer from {first!r} to {last!r} uses a tensor of shape {tuple(leaf.shape)} that "
+                    f"segments: a layer of {first!r} to {last!r} uses a tensor of shape {tuple(leaf.shape)} that "
                     "requires grad and is neither a parameter nor an argument of the layer: pass it as an argument"
                 )
         self._checked.add(last)

@@ -178,7 +178,7 @@ class RecordedForward:
     def _refuse_between(self) -> NoReturn:
         before, after = self.names[len(self._calls) - 1], self._name
         raise UnsupportedError(
-            f"segments: a segment must not compute a tensor between its layers {before!r} and {after!r}: "
+            f"segments: inside a segment, the model computes a tensor between the layers {before!r} and {after!r}: "
             f"let a segment begin with {after!r}"
         )
 

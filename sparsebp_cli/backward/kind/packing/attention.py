@@ -216,7 +216,7 @@ class PackedMask:
         to all."""
         rule, order, _ = self._rule(group, device)
         if self.layout.is_causal and bool((rule & ~order).any()):
-            raise LooksAheadError("this needs a causal model, but here positions attend to later ones")
+            raise LooksAheadError("lossless needs a causal model, but positions attend to later ones")
         if implementation == "sdpa" and (bool(rule.all()) or _is_triangle(rule, group.padding)):
             return None
         return rule
@@ -313,7 +313,7 @@ class Switch:
                 )
             if own not in IMPLEMENTATIONS:
                 allowed = f"the attention implementations {' and '.join(IMPLEMENTATIONS)}"
-                raise UnsupportedError(f"lossless supports {allowed}, got {own!r}")
+                raise UnsupportedError(f"lossless supports the attention {allowed}, got {own!r}")
 
     @property
     def zeroes_padding(self) -> bool:
@@ -389,7 +389,7 @@ def _attend(
         num_rows = len(read.row_M)
     num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
     if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
-        raise UnsupportedError(f"lossless does not support {type(module).__name__}: keys do not match positions")
+        raise UnsupportedError(f"lossless does not support {type(module).__name__}: needs a key for each position")
     if mask.memory is None and (mask.ends or not mask.kept):
         mask.state.keep(module, key, value)
     if mask.ends:

@@ -39,8 +39,8 @@ class PackedReference:
             return None
         if {id(module) for module in reference.modules()} & {id(module) for module in trained.model.modules()}:
             raise UsageError(
-                "reference must not be the trained model or share modules with it: leave reference out, because "
-                "lossless also packs forwards of the trained model under torch.no_grad()"
+                "reference must not be the trained model or share modules with it: leave reference out; lossless also "
+                "packs the forwards that the trained model runs under torch.no_grad()"
             )
         try:
             extension: PackingPlanner = make(trained.policy, reference, Given())

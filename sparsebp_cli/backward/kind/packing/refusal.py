@@ -108,8 +108,8 @@ def _refuse_unverified(model: PreTrainedModel, verify: str) -> None:
         kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
         if kind not in {"lora", "adalora", *ADAPTER_TYPES} or getattr(config, "velora_config", None):
             raise UnsupportedError(
-                f"lossless with verify: never does not support {type(config).__name__}, which may mix the positions of "
-                "a batch: set verify to first"
+                f"lossless: set verify to first, not never: {type(config).__name__} may mix the positions of a batch, "
+                "which lossless must check"
             )
 
 

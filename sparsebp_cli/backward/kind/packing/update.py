@@ -261,7 +261,7 @@ class UpdatePlan:
         leaves = self.held[segment].leaves
         if leaves is None:
             raise UsageError(
-                "a micro-batch ran again after the backward of the prefix that it shares: run each micro-batch once"
+                "a micro-batch ran again after the backward of its shared prefix: run each micro-batch once"
             )
         return leaves
 
@@ -282,7 +282,7 @@ class UpdatePlan:
         collected: Collected = {}
         hidden = run(layout, [rows_of(s) for s in chain], collected)
         if any(len(pairs) > 1 for pairs in collected.values()):
-            raise UnsupportedError("engine.expect does not support layers that call attention twice: do not call it")
+            raise UnsupportedError("leave out engine.expect, which does not support layers that call attention twice")
         keys = {module: pairs[0] for module, pairs in collected.items()}
         row_R = torch.from_numpy(np.flatnonzero(held.read)).to(device)
         return KeptRows(keys, layout.take(hidden, row_R, [hidden[:, :0]]) if len(row_R) else None)

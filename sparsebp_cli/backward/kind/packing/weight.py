@@ -151,7 +151,7 @@ def _join(first: Any, second: Any, parts: tuple[Tensor, Tensor], given: Mapping[
             else:
                 values[field.name] = _Joined.apply(one, other, *parts)  # type: ignore[no-untyped-call]
         elif one is not None and field.name != "loss":
-            raise UnsupportedError(f"lossless does not support the output {field.name} of trl's fused head")
+            raise UnsupportedError(f"lossless cannot give the output {field.name} of trl's fused head (fused_lm_head)")
     count = given.get("num_items_in_batch")
     if count is None:
         count = values["label_mask"].sum().clamp(min=1)
@@ -174,7 +174,7 @@ class _Joined(torch.autograd.Function):
         (grad,) = grads
         if bool((grad.index_select(0, dead_D) != 0).any()):
             raise ReadsUncomputedError(
-                "lossless skips examples of weight 0, which got no gradient in the first batch, but one of them now "
-                "has a gradient: do not pass example_weight to engine.columns"
+                "lossless skips examples of weight 0, because they got no gradient in the first batch; now one of "
+                "them has a gradient: do not pass example_weight to engine.columns"
             )
         return grad.index_select(0, live_L), None, None, None
