@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -74,8 +76,10 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
     try:
         for name, tensor in _weights(training).items():
             copy_full(tensor, snapshot.weights[name])
+        options = [dict(group) for group in training.optimizer.param_groups]
         load_optimizer(training.optimizer, snapshot.optimizer)
         training.schedule.load_state_dict(snapshot.rest["schedule"])
+        _set_options(training, Seal.from_json(snapshot.seal or {}), options)
         device = training.accelerator.device
         kept = {
             name.removeprefix(_POLICY): tensor.to(device)
@@ -96,6 +100,17 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
         raise UnsupportedError(
             f"the checkpoint of step {snapshot.step} does not fit this run's recipe: {type(error).__name__}: {error}"
         ) from error
+
+
+def _set_options(training: Restorable, then: Seal | None, options: list[dict[str, Any]]) -> None:
+    """Set the optimizer's options as the recipe asks now: a loaded state brings back those of the checkpoint."""
+    before: Any = then.recipe["training"] if then is not None else {}
+    names = (*before.get("optim_args", ()), *training.plan.recipe.training.optim_args)
+    asked = {"initial_lr", "weight_decay", *names}
+    for group, now in zip(training.optimizer.param_groups, options, strict=True):
+        group["lr"] *= now["initial_lr"] / group["initial_lr"]  # 1.0 unless the learning rate changed
+        group |= {name: now[name] for name in asked & now.keys()}
+    training.schedule.base_lrs = [group["initial_lr"] for group in options]
 
 
 def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:

@@ -213,3 +213,23 @@ def test_a_run_that_began_on_faulty_texts_goes_on_and_a_new_one_does_not_start(
     assert len(told) == 2  # of training and held-out rows
     assert work(new) == 2
     assert "end or beginning of sequence twice" in History.load(new.path).ends[-1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_scaled"),
+    [("learning_rate", 1e-5, True), ("weight_decay", 0.9, False), ("optim_args", {"betas": [0.5, 0.6]}, False)],
+)
+def test_an_allowed_change_of_the_optimizer_acts(killed: RunFolder, key: str, value: object, is_scaled: bool) -> None:
+    before = History.load(killed.path).series("train/learning_rate")
+    copy = killed.path.parent / "0123456789ab"
+    shutil.copytree(killed.path, copy)
+    edit_plan(killed, lambda recipe: recipe["training"].update({key: value}))
+    allow(killed, "training")
+    assert work(killed) == work(RunFolder(copy)) == 0
+    changed, same = (History.load(folder) for folder in (killed.path, copy))
+    rates = changed.series("train/learning_rate"), same.series("train/learning_rate")
+    assert rates[0][8] == before[8]
+    factor = 1e-5 / json.loads((copy / "plan.json").read_bytes())["recipe"]["training"]["learning_rate"]
+    assert rates[0][10] == pytest.approx(rates[1][10] * (factor if is_scaled else 1.0))
+    assert changed.last("eval/loss") != same.last("eval/loss")
+    assert changed.series("train/loss")[9] == same.series("train/loss")[9]  # computed before the first changed update
