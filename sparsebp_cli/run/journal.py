@@ -19,8 +19,9 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
     end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``; ``changes`` if a resume was
               refused because of them: field, its value then, its value now
 
-A resumed run repeats the steps since its checkpoint. The first value of a (metric, step) counts. Readers and the
-tracking store use the same rule, so sending late, twice or in pieces gives one table.
+A resumed run repeats the steps since its checkpoint. The first value of a (metric, step) counts, but after a resume
+with an allowed change, earlier values after the checkpoint's step do not. Readers and the tracking store use the same
+rule, so sending late, twice or in pieces gives one table.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from io import UnsupportedOperation
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from sparsebp_cli.run.budget import LARGEST_SMALL, open_regular, open_to_append, read_json, read_lines
 from sparsebp_cli.run.durable import sync
 from sparsebp_cli.run.metric import EVAL_LOSS, Metric, find_known
 from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, parse_record, to_json
 from sparsebp_cli.run.record_type import EndRecord, Facts, ProofValues, Record
-from sparsebp_cli.run.series import Series, add_together
+from sparsebp_cli.run.series import Series, add_together, cut
 
 FILE = "journal.jsonl"
 OUTLINE = "outline.json"
@@ -163,6 +164,13 @@ def name_cause(record: EndRecord) -> EndRecord:
     return found
 
 
+def find_cut(facts: Facts) -> int | None:
+    """Return the step after which earlier values no longer count, because a resume changed recipe, code or data; -1
+    without a checkpoint, None without a change."""
+    changes = facts.get("changes")
+    return (changes[-1]["step"] or -1) if changes else None
+
+
 @dataclass
 class History:
     """The content of an event log, with repeated steps merged."""
@@ -213,8 +221,9 @@ class History:
                 new = add_together(self.metrics, record["step"], record["time"], record["values"])
             case "facts":
                 self.facts |= record["values"]
+                self._cut(find_cut(record["values"]))
             case "layers":
-                # The first value of a step counts, here and below. See decision 2.
+                # The first value of a step counts, here and below, unless the recipe changed. See decision 2.
                 self.layers.setdefault(record["step"], record["values"])
             case "examples":
                 examples = self.test_examples if record.get("split") == "test" else self.examples
@@ -234,6 +243,15 @@ class History:
             case "end":
                 self.ends.append(name_cause(record))
         return new
+
+    def _cut(self, step: int | None) -> None:
+        if step is None:
+            return
+        cut(self.metrics, step)
+        parts: tuple[Any, ...] = (self.layers, self.examples, self.test_examples, self.scores, self.proofs)
+        for points in (*parts, *self.samples.values()):
+            for late in [number for number in points if number > step]:
+                del points[late]
 
     def series(self, name: str) -> Mapping[int, float]:
         """Return a metric's values by ascending step; empty if it was never logged."""
@@ -309,6 +327,10 @@ class Outline:
                 self.step = max(self.step, record["step"])
                 if EVAL_LOSS.name in record["values"] and record["step"] > self.eval_step:
                     self.eval_step, self.eval_loss = record["step"], record["values"][EVAL_LOSS.name]
+            case "facts" if (step := find_cut(record["values"])) is not None:
+                self.step = max(0, min(self.step, step))
+                if self.eval_step > step:
+                    self.eval_step, self.eval_loss = -1, None
 
     def save(self, run_folder: Path, stamp: list[int]) -> None:
         """Write the outline next to its event log, atomically. Ignore failures, because the log has everything."""

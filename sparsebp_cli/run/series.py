@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from typing import TypeAlias, TypeVar
 
@@ -158,6 +158,15 @@ def add_together(metrics: dict[str, Series], step: int, time: float, values: Map
             metrics[name]._rows = own  # noqa: SLF001 - of this file
             metrics[name]._values.insert(place, values[name])  # noqa: SLF001 - of this file
     return {name: value for name, value in values.items() if name not in known}
+
+
+def cut(metrics: Mapping[str, Series], step: int) -> None:
+    """Remove the points after a step."""
+    for rows in {series._rows for series in metrics.values()}:  # noqa: SLF001 - of this file
+        place = bisect_right(rows.steps, step)
+        rows.steps, rows.times = rows.steps[:place], rows.times[:place]
+    for series in metrics.values():
+        del series._values[len(series) :]  # noqa: SLF001 - of this file
 
 
 class _Plain(_Points[float]):

@@ -11,6 +11,7 @@ import pytest
 
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State, create_run, find_run, list_runs, read
+from sparsebp_cli.run.journal import find_outline
 
 
 def write_plan(run: RunFolder, name: str, created: float) -> None:
@@ -191,3 +192,28 @@ def test_layers_and_examples_come_back_by_step_and_the_first_word_counts(tmp_pat
     assert math.isnan(history.layers[4]["a"]["cosine"])
     assert history.layers[4]["b"] == {"cosine": None}
     assert history.examples == {9: {"loss": [1.5, None], "targets": [15, 3]}}
+
+
+def test_values_after_the_checkpoint_of_an_allowed_change_replace_earlier_ones(tmp_path) -> None:
+    change = {"field": "training.learning_rate", "then": "0.1", "now": "0.2"}
+    for attempt, start in enumerate((1, 3)):
+        with JournalWriter(tmp_path) as journal:
+            if attempt:
+                journal.write("facts", values={"changes": [{**change, "step": 2}]})
+            for step in range(start, 6 - attempt):
+                journal.write("metrics", step=step, values={"a": step + attempt / 10, "eval/loss": step + attempt / 10})
+                journal.write("scores", step=step, values={"accuracy": [attempt / 1]})
+    found = History.load(tmp_path)
+    assert found.series("a") == {1: 1.0, 2: 2.0, 3: 3.1, 4: 4.1}  # nothing of step 5, which no model of the run reached
+    assert {step: values["accuracy"][0] for step, values in found.scores.items()} == {1: 0.0, 2: 0.0, 3: 1.0, 4: 1.0}
+    outline = find_outline(tmp_path)
+    assert (outline.step, outline.eval_loss) == (4, 4.1)
+
+
+def test_a_change_without_a_checkpoint_replaces_the_evaluation_before_the_first_step(tmp_path) -> None:
+    for attempt in range(2):
+        with JournalWriter(tmp_path) as journal:
+            if attempt:
+                journal.write("facts", values={"changes": [{"field": "data", "then": "a", "now": "b", "step": 0}]})
+            journal.write("metrics", step=0, values={"a": float(attempt)})
+    assert History.load(tmp_path).series("a") == {0: 1.0}
