@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, SAME, Difference, Quartiles, Spread
@@ -67,7 +68,7 @@ def _alike(low: float, high: float, *values: float) -> list[str]:
 
 def _places(value: float) -> int:
     """Return the places after the point that leave two digits of the rounded number: 0.0999... is 0.10."""
-    return min(MOST_PLACES, max(0, 1 - int(f"{value:.1e}".partition("e")[2]))) if value > 0.0 else 0
+    return min(MOST_PLACES, max(0, 1 - int(f"{value:.1e}".partition("e")[2]))) if 0.0 < value < math.inf else 0
 
 
 def of_quartiles(value: Quartiles | None, units: Units) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from sparsebp_cli.compare.family import correct_family
 from sparsebp_cli.compare.statistics import add_choice, paired_difference, withhold_statement
 from sparsebp_cli.errors import RecipeError
+from sparsebp_lab.study import selection
 from sparsebp_lab.study.choice import find_choice_errors
 from sparsebp_lab.study.course import Tuned, choose_best
 from sparsebp_lab.study.extension import extend, find_grid
@@ -152,3 +155,28 @@ def test_an_added_value_that_the_budget_does_not_pay_for_is_not_tried(cli: Cli, 
     tried = {(recipe["name"], recipe["training"]["per_device_train_batch_size"]) for recipe in recipes}
     assert {batch for name, batch in tried if name == "topk"} >= {8, 16, 32}
     assert {batch for name, batch in tried if name == "dense"} == {8, 16}
+
+
+class Fake:
+    """A finished tuning run with one evaluation."""
+
+    finished, flat = True, dict[str, object]()
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def evaluations(self, _: str) -> list[float]:
+        return [self.value]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_combination_that_diverged_leaves_the_error_of_the_choice_finite(value: float) -> None:
+    losses = {("dense", "1"): (3.0, 3.1), ("dense", "2"): (3.2, 3.05), ("topk", "1"): (value, 3.0)}
+    losses |= {("topk", "2"): (3.1, 3.0), ("topk", "3"): (3.0, 3.2)}
+    trials: Any = {key: [(key, seed) for seed in range(2)] for key in losses}
+    runs: Any = SimpleNamespace(load=lambda trial: Fake(losses[trial[0]][trial[1]]))
+    found = selection._find_choice(trials, runs)
+    assert found
+    assert all(np.isfinite(error) for errors in found.values() for error in errors.values())
+    without = {key: some for key, some in trials.items() if key != ("topk", "1")}
+    assert found == selection._find_choice(without, runs)

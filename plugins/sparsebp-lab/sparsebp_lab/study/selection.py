@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -141,7 +142,7 @@ def _find_choice(
         named = dict[str, list[str]]()
         for (arm, combination), runs in whole.items():
             last = [(run.evaluations(decisive)[-1:], run.evaluations(name)[-1:]) for run in runs]
-            if all(one and other for one, other in last):
+            if all(one and other and math.isfinite(one[0] + other[0]) for one, other in last):
                 named.setdefault(arm, []).append(combination)
                 by.setdefault(arm, []).append([sign * one[0] for one, _ in last])
                 values.setdefault(arm, []).append([other[0] for _, other in last])
