@@ -8,12 +8,14 @@ step times of a busy machine, are missing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.expression import Condition, parse
+from sparsebp_cli.compare.overview_grid import over_shared_seeds
 from sparsebp_cli.compare.statistics import Difference
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import metric
@@ -52,7 +54,7 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
 def figures(comparison: Comparison, group: Group) -> dict[str, object]:
     """Return every number of a group by its name in conditions; None if it is missing."""
     quality, speed, cost = group.quality, group.speed, group.cost
-    final = quality.final
+    final = over_shared_seeds(comparison, group)
     statement = group.find("quality")
     executed = cost.executed_flops / cost.dense_flops if cost.executed_flops and cost.dense_flops else None
     found: dict[str, object] = {
@@ -88,10 +90,11 @@ def figures(comparison: Comparison, group: Group) -> dict[str, object]:
 
 
 def _of_difference(name: str, difference: Difference | None) -> dict[str, object]:
+    low, high = difference.shown if difference else (None, None)
     parts = {
         "": difference.mean if difference else None,
-        ".low": difference.low if difference else None,
-        ".high": difference.high if difference else None,
+        ".low": low,
+        ".high": high,
         ".p": difference.decisive_p if difference else None,
         ".n": difference.n if difference else None,
     }
@@ -119,7 +122,7 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
 def _find(tables: dict[str, dict[str, object]], label: str, name: str) -> Sequence[object]:
     named, _, figure = name.rpartition(":")
     value = tables[named or label][figure]
-    return [] if value is None else [value]
+    return [] if value is None or (isinstance(value, float) and math.isnan(value)) else [value]
 
 
 def _show(name: str, label: str, tables: dict[str, dict[str, object]]) -> str:

@@ -93,3 +93,27 @@ def test_every_figure_has_a_value_or_none_for_every_group(comparison: Comparison
         assert all(
             value is None or isinstance(value, int | float | str) for value in figures(comparison, group).values()
         )
+
+
+def test_a_gate_reads_the_interval_and_the_mean_that_the_table_prints(make_run: MakeRun) -> None:
+    def runs(name: str, losses: tuple[float, ...], **options: Any) -> list[RunFolder]:
+        return [make_run(name, seed, loss=loss, **options) for seed, loss in enumerate(losses)]
+
+    groups = [runs("dense", (3.0, 3.01, 3.02)), runs("topk-rows", (3.06, 3.11, 3.07, 9.0), **TOPK)]
+    groups.append(runs("other", (3.02, 3.0, 3.05), policy=[{"name": "random", "keep": 0.1}], exact=False))
+    found = compare_runs([run for group in groups for run in group])
+    group = next(group for group in found.groups if group.label == "topk-rows")
+    assert group.quality.difference is not None
+    low, high = group.quality.difference.shown
+    values = figures(found, group)
+    assert (values["eval/loss.delta.low"], values["eval/loss.delta.high"]) == (low, high)
+    assert high is not None
+    assert group.quality.difference.high is not None
+    assert high > group.quality.difference.high
+    assert values["eval/loss.mean"] == pytest.approx(3.08)  # of the seeds that all groups have
+    assert values["eval/loss.n"] == 3
+
+
+def test_a_value_that_is_not_a_number_is_missing(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.compare.gate.figures", lambda *_: {"eval/loss.delta.high": float("nan")})
+    assert "cannot be decided" in check(comparison, "eval/loss.delta.high > 0.02")[0].text
