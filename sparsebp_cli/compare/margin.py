@@ -97,7 +97,7 @@ def decide_all(differences: Sequence[Difference | None], margin: float, *, worse
             equivalent=_answer(equal[i], holds=abs(worsening) < margin),
             anytime=_answer(anytime[i], holds=worsening < margin),
         )
-        if decision.answer == "inconclusive" and p is not None and difference.sd:
+        if decision.answer == "inconclusive" and p is not None and difference.sd and not difference.choice_error:
             tests = sum(x is not None for x in raw)
             needed = seeds_needed(abs(worsening - margin) / difference.sd, difference.n, LEVEL / tests)
             decision = replace(decision, more_seeds=None if needed is None else needed - difference.n)
@@ -173,8 +173,8 @@ def _test_both(worsening: float | None, difference: Difference | None, margin: f
 
 def _test_anytime(worsening: float | None, difference: Difference | None, margin: float) -> float | None:
     """Return 1 / e-value: the Bayes factor of the t statistic against the margin, right Haar prior of the spread."""
-    if worsening is None or difference is None or difference.p is None or not difference.sd:
-        return None
+    if worsening is None or difference is None or difference.p is None or not difference.sd or difference.choice_error:
+        return None  # looks at further seeds do not reduce the error of tuning
     n, wide = difference.n, 1 + difference.n * PRIOR**2
     square = n * ((worsening - margin) / difference.sd) ** 2 / (n - 1)
     log_e = 0.5 * n * (math.log1p(square) - math.log1p(square / wide)) - 0.5 * math.log(wide)

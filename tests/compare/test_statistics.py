@@ -16,6 +16,7 @@ from sparsebp_cli.compare.margin import decide_all, parse_margin, seeds_needed
 from sparsebp_cli.compare.statistics import (
     Difference,
     Quartiles,
+    add_choice,
     holm,
     paired_difference,
     paired_ratio,
@@ -227,3 +228,14 @@ def test_a_margin_is_read_with_and_without_its_metric() -> None:
     for wrong in ("", "=1", "eval/loss=", "eval/loss=x", "0", "-1", "inf", "nan"):
         with pytest.raises(UsageError, match=r"^--margin must be a number above 0 or METRIC=NUMBER"):
             parse_margin(wrong)
+
+
+def test_no_look_at_further_seeds_settles_what_the_tuning_left_open() -> None:
+    plain = paired_difference(
+        {seed: 3.0 + seed / 10 + seed % 3 / 1000 for seed in range(8)}, {seed: 2.98 + seed / 10 for seed in range(8)}
+    )
+    sure, unsure = decide_all([plain, add_choice(plain, 0.2)], 0.1, worse_is_up=True)
+    assert sure is not None
+    assert unsure is not None
+    assert (sure.answer, sure.anytime) == ("yes", "yes")
+    assert (unsure.answer, unsure.anytime, unsure.more_seeds) == ("inconclusive", "inconclusive", None)
