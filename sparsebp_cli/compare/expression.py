@@ -142,11 +142,25 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+class _Number(float):
+    """A number that text is compared with as it was written: a tag 1.10 is not 1.1."""
+
+    word: str
+
+    def __new__(cls, word: str) -> _Number:
+        found = super().__new__(cls, word)
+        found.word = word
+        return found
+
+    def __str__(self) -> str:
+        return self.word
+
+
 def _constant(word: str) -> object:
     if word in CONSTANTS:
         return CONSTANTS[word]
     try:
-        return float(word)
+        return _Number(word)
     except ValueError:
         return word
 
@@ -159,5 +173,4 @@ def _fits(sign: str, value: object, wanted: object) -> bool:
     both_numbers = _is_number(value) and _is_number(wanted)
     if both_numbers or value is None or wanted is None or isinstance(value, bool):
         return bool(value == wanted)
-    # A name of digits was parsed as a number: compare it as written, 5 and not 5.0.
-    return str(value) == (f"{wanted:g}" if isinstance(wanted, float) else str(wanted))
+    return str(value) == str(wanted)

@@ -184,3 +184,18 @@ def test_seeds_of_the_same_recipe_that_were_not_chosen_are_named(make_run: MakeR
     assert describe_left_out(every, chosen) == [told]
     assert describe_left_out(every, choose(every, [], "seed<5 or seed>6", "here")) == [told.partition("1,")[0] + "5, 6"]
     assert describe_left_out(every, every) == []
+
+
+def test_text_of_digits_is_compared_as_it_was_written(make_run: MakeRun) -> None:
+    make_run("20261130", 1, tracking={"tags": {"date": "20261201", "version": "1.10"}, "experiment": "other"})
+    for condition in (
+        "tag.date=20261201",
+        "tag.version=1.10",
+        "name=20261130",
+        "tag.date~2026120?",
+        "tag.version~1.1*",
+    ):
+        assert len(pick(where=condition)) == 1, condition
+    for condition in ("tag.date!=20261201", "tag.version=1.1", "not name=20261130"):
+        with pytest.raises(RunNotFoundError, match="none of 1 runs meets the condition"):
+            pick(where=condition)
