@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,3 +190,83 @@ def test_checkpointed_layers_and_models_without_layers_are_refused() -> None:
         sbp.attach(model, [], segments=2)
     with pytest.raises(UnsupportedError, match="Linear has no list of layers"):
         sbp.attach(nn.Linear(2, 2), [], segments=1)
+
+
+class Sharing(nn.Linear):
+    """Writes its output into an object, or reads what the first layer wrote there."""
+
+    def forward(self, x: Tensor, shared: Any) -> Tensor:
+        value = super().forward(x)
+        if isinstance(shared, UserDict):
+            shared.setdefault("states", (value,))
+            return x + value * shared["states"][0]
+        shared.states = getattr(shared, "states", [value])
+        return x + value * shared.states[0]
+
+
+class Shared(nn.Module):
+    def __init__(self, make: Callable[[], object]) -> None:
+        super().__init__()
+        self.layers, self.make = nn.ModuleList(Sharing(4, 4) for _ in range(4)), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.make()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("make", [UserDict, SimpleNamespace])
+def test_states_that_layers_share_in_an_object_are_refused(make: Callable[[], object]) -> None:
+    shared = Shared(make)
+    with (
+        sbp.attach(shared, [], segments=2) as engine,
+        pytest.raises(UnsupportedError, match=f"changes its argument, a {make.__name__}"),
+    ):
+        engine.backward(shared(torch.ones(2, 4)))
+
+
+class Keeping(nn.Linear):
+    """Keeps its output in an object of its own, which another layer may read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = super().forward(x)
+        self.kept = SimpleNamespace(states=(value,))
+        return value
+
+
+class Reading(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum() + self.layers[0].kept.states[0].sum()
+
+
+def test_a_state_that_a_layer_keeps_in_an_object_is_refused_when_the_loss_uses_it() -> None:
+    model = Reading()
+    model.layers[0] = Keeping(4, 4)
+    with (
+        sbp.attach(model, [], segments=2) as engine,
+        pytest.raises(UnsupportedError, match="the loss uses a tensor that"),
+    ):
+        engine.backward(model(torch.ones(2, 4)))
+
+
+def test_a_foreign_parameter_that_is_trained_later_is_refused_as_at_the_start() -> None:
+    gate = nn.Parameter(torch.ones(4), requires_grad=False)
+    model = Stack()
+    model.layers[1], model.gate = Foreign(gate), gate
+    with sbp.attach(model, [], segments=2) as engine:
+        engine.backward(model(torch.ones(2, 4)))
+        gate.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match="that requires grad and is neither a parameter nor an argument"):
+            engine.backward(model(torch.ones(2, 4)))
+
+
+def test_a_model_in_segments_is_not_pickled() -> None:
+    model = Stack()
+    with (
+        sbp.attach(model, [], segments=2),
+        pytest.raises(UnsupportedError, match="cannot be copied or pickled"),
+    ):
+        torch.save(model, io.BytesIO())

@@ -240,3 +240,25 @@ def test_detaching_gives_the_model_back() -> None:
         with pytest.raises(UnsupportedError, match="already attached"):
             sbp.attach(model, [], segments=2)
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("segments", [2, 3])
+def test_a_parameters_own_hook_runs_once(segments: int) -> None:
+    def gradients(**options: Any) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        calls = []
+
+        def double(gradient: Tensor) -> Tensor:
+            calls.append(1)
+            return gradient * 2.0
+
+        for parameter in model.parameters():
+            parameter.register_hook(double)
+        with sbp.attach(model, [], **options) as engine:
+            engine.backward(model(torch.ones(2, 4)).square().sum())
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], len(calls)
+
+    (plain, count), (found, same) = gradients(), gradients(segments=segments)
+    assert count == same == 8
+    assert all(torch.allclose(one, other) for one, other in zip(plain, found, strict=True))

@@ -7,7 +7,8 @@ of these with the oldest supported versions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -103,6 +104,19 @@ def has_backward_hooks(part: nn.Module | Tensor) -> bool:
     """Return whether a module or parameter has backward hooks; no public query exists."""
     # Parameters have no backward pre-hooks.
     return bool(part._backward_hooks or getattr(part, "_backward_pre_hooks", None))  # noqa: SLF001
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Take the hooks on gradients from tensors for a pass that must not run them; no public function does."""
+    taken = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]  # noqa: SLF001
+    try:
+        for tensor, _ in taken:
+            tensor._backward_hooks = None  # noqa: SLF001
+        yield
+    finally:
+        for tensor, hooks in taken:
+            tensor._backward_hooks = hooks  # noqa: SLF001
 
 
 def forward_hooks_of(module: nn.Module) -> list[object]:

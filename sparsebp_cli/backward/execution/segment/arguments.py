@@ -6,10 +6,11 @@ object, and a layer that writes into a list or object would write twice, or not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sparsebp_cli.errors import UnsupportedError
 
@@ -42,7 +43,7 @@ def refuse_hidden(leaves: Iterable[object], where: str, *, given: bool) -> None:
     Objects among arguments (``given``) may hold tensors without gradients, such as masks.
     """
     for leaf in leaves:
-        for value in () if isinstance(leaf, Tensor) else _values(leaf):
+        for value in () if isinstance(leaf, Tensor) else tree_leaves(_values(leaf)):
             if not isinstance(value, Tensor):
                 continue
             if value.requires_grad or (not given and (value.is_floating_point() or value.is_complex())):
@@ -54,26 +55,34 @@ def refuse_hidden(leaves: Iterable[object], where: str, *, given: bool) -> None:
 
 
 def _containers(tree: object) -> Iterator[object]:
-    """Yield every list, dict and object that contains tensors, outer ones first."""
-    if isinstance(tree, Tensor):
+    """Yield every list, mapping and object that may contain tensors, outer ones first."""
+    if isinstance(tree, Tensor | nn.Module | type):
         return
-    if isinstance(tree, list | dict) or (not isinstance(tree, tuple) and _values(tree)):
+    if isinstance(tree, list | Mapping) or (not isinstance(tree, tuple) and hasattr(tree, "__dict__")) or _values(tree):
         yield tree
-    if isinstance(tree, list | tuple | dict):
-        for value in tree.values() if isinstance(tree, dict) else tree:
+    if isinstance(tree, list | tuple | Mapping):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _containers(value)
+    else:
+        for value in _values(tree):
             yield from _containers(value)
 
 
 def _values(container: object) -> list[object]:
-    """Return the contents of a list or dict, or the tensors among an object's attributes."""
+    """Return the contents of a list or mapping, or an object's attributes that are tensors or contain some."""
     if isinstance(container, list):
         return list(container)
-    if isinstance(container, dict):
+    if isinstance(container, Mapping):
         return [*container, *container.values()]
     attributes = getattr(container, "__dict__", {})
     names = getattr(type(container), "__slots__", ())
     slots = [getattr(container, name, None) for name in ((names,) if isinstance(names, str) else names)]
-    return [value for value in (*dict(attributes).values(), *slots) if isinstance(value, Tensor)]
+    return [value for value in (*dict(attributes).values(), *slots) if holds_tensor(value)]
+
+
+def holds_tensor(value: object) -> bool:
+    """Return whether a value is a tensor, or a tuple, list or dict that contains one."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def are_same(before: list[object], after: list[object]) -> bool:

@@ -20,7 +20,7 @@ from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.execution.segment.function import SegmentFunction, SegmentWork
 from sparsebp_cli.backward.execution.segment.recorded_forward import RecordedForward
 from sparsebp_cli.backward.execution.segment.split import LayerSequence, find_layers, split_layers
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, NotCopyable, uncompiled
 from sparsebp_cli.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Segments(EngineExtension):
             name = type(self._layers.owner).__name__
             raise UnsupportedError(f"segments: {name} skips layers at random (layerdrop={dropped}): set layerdrop to 0")
         self._checked: set[str] = set()  # segments whose layers use only their own parameters and arguments
+        self._model, self._trained = model, list[bool]()  # which parameters the model trained in the last forward
         self._position = -1  # position of the layer that ran last in this forward
         self._recorded: RecordedForward | None = None
         self._hook: RemovableHandle | None = None
@@ -118,9 +119,14 @@ class Segments(EngineExtension):
 
     def _open(self, segment: range) -> RecordedForward:
         names, modules = self._layers.names, self._layers.modules
-        # Check in each forward, since FSDP2 shards the weights after attach. See decision 14.
-        if segment is self.segments[0] and any(_is_sharded(p) for module in modules for p in module.parameters()):
-            raise UnsupportedError("segments do not support sharded weights (FSDP2): use DDP")
+        if segment is self.segments[0]:
+            # Check in each forward, since FSDP2 shards the weights after attach. See decision 14.
+            if any(_is_sharded(p) for module in modules for p in module.parameters()):
+                raise UnsupportedError("segments do not support sharded weights (FSDP2): use DDP")
+            trained = [p.requires_grad for p in self._model.parameters()]
+            if trained != self._trained:  # a layer may use a parameter from outside that was frozen before
+                self._checked.clear()
+                self._trained = trained
         return RecordedForward([names[n] for n in segment], [modules[n] for n in segment])
 
     def _close(self, recorded: RecordedForward, output: object) -> object:
@@ -158,7 +164,7 @@ class LayerOverride(ForwardOverride):
         return self.plain(*args, **kwargs) if self.is_removed else self._run(self, args, kwargs)
 
 
-class _StartHook:
+class _StartHook(NotCopyable):
     def __init__(self, segments: Segments) -> None:
         self._start = uncompiled(segments.start_forward)
 

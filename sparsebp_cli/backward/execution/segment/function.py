@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.execution.segment.recorded_forward import RecordedForward
+from sparsebp_cli.backward.observe.internals import without_hooks
 from sparsebp_cli.backward.observe.leaves import find_leaves
 from sparsebp_cli.errors import UnsupportedError
 
@@ -79,7 +80,9 @@ class SegmentFunction(Function):
             outputs, arrived = zip(*pairs, strict=True)
             sources = [*given, *work.recorded.parameters]
             wanted = [number for number, need in enumerate(needs) if need]
-            found = torch.autograd.grad(outputs, [sources[n] for n in wanted], arrived, allow_unused=True)
+            # Autograd runs the parameters' hooks on the sum that arrives from here, so they must not run here as well.
+            with without_hooks(work.recorded.parameters):
+                found = torch.autograd.grad(outputs, [sources[n] for n in wanted], arrived, allow_unused=True)
             for number, gradient in zip(wanted, found, strict=True):
                 gradients[number] = gradient
         return None, None, *gradients

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sparsebp_cli.backward.execution.segment.arguments import are_same
+from sparsebp_cli.backward.execution.segment.arguments import are_same, holds_tensor
 from sparsebp_cli.backward.observe.internals import buffers_of
 
 _EVERY = frozenset(nn.Module().__dict__) | {"forward"}  # attributes of every module, and the engine's override
@@ -41,8 +41,12 @@ class ModuleState:
                 old, new = before.get(name, _MISSING), after.get(name, _MISSING)
                 if old is not new:
                     self._changes.append((module, name, old.detach() if isinstance(old, Tensor) else old))
-                    if isinstance(new, Tensor | list | tuple | dict):
-                        module.__dict__[name] = tree_map(lambda v: guard(v) if isinstance(v, Tensor) else v, new)
+                    place, names = module.__dict__, [name]
+                    if not isinstance(new, Tensor | list | tuple | dict):
+                        place = getattr(new, "__dict__", {})
+                        names = [key for key, value in place.items() if holds_tensor(value)]
+                    for key in names:
+                        place[key] = tree_map(lambda v: guard(v) if isinstance(v, Tensor) else v, place[key])
         self._before = []
         self._lists = [(each, old) for each, old in self._lists if not are_same(each, old)]
         for each, old in self._lists:
