@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -468,3 +469,62 @@ def test_what_is_held_has_the_same_bits_in_the_first_update_as_later() -> None:
     with attach(model) as engine:
         first, second = (train(model, engine, batches) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_cleared_between_micro_batches_are_cleared_at_shared_prefixes(to_none: bool) -> None:
+    model, batches = build(), split(make_rows(), 3, "answers")
+    plain = copy.deepcopy(model)
+    with attach(model) as engine:
+        engine.expect(batches)
+        for number, batch in enumerate(batches):
+            engine.backward(model(**batch).loss)
+            plain(**batch).loss.backward()
+            if number == 1:
+                model.zero_grad(set_to_none=to_none)
+                plain.zero_grad()
+        assert error(take_gradients(plain), take_gradients(model)) < LIMIT
+
+
+def train_by(model: Any, engine: sbp.Engine, batches: Sequence[dict[str, Tensor]], *backward: Any) -> None:
+    for batch in batches:
+        engine.backward(model(**batch).loss, *backward)
+
+
+@pytest.mark.parametrize("way", ["store", "inputs", "grad"])
+def test_a_backward_that_leaves_out_shared_prefixes_is_refused(way: str) -> None:
+    model, batches, store = build(), split(make_rows(), 3, "answers"), sbp.GradStore()
+    trained = list(model.parameters())
+    ways: dict[str, Any] = {
+        "store": store.backward,
+        "inputs": lambda loss: loss.backward(inputs=trained),
+        "grad": lambda loss: torch.autograd.grad(loss, trained, allow_unused=True),
+    }
+    with attach(model) as engine:
+        engine.expect(batches)
+        with pytest.raises(UsageError, match="this one left out the shared prefixes"):
+            train_by(model, engine, batches, ways[way])
+
+
+def test_a_parameter_that_is_frozen_between_micro_batches_is_refused() -> None:
+    model, batches = build(), split(make_rows(), 3, "answers")
+    with attach(model) as engine:
+        engine.expect(batches)
+        engine.backward(model(**batches[0]).loss)
+        model.model.layers[0].requires_grad_(False)
+        with pytest.raises(UsageError, match="a parameter was frozen between the micro-batches"):
+            train_by(model, engine, batches[1:])
+
+
+def test_an_interrupted_update_does_not_stop_other_optimizers() -> None:
+    model, batches = build(), split(make_rows(), 3, "answers")
+    own, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, nn.Linear(2, 2)))
+    with attach(model) as engine:
+        engine.expect(batches)
+        engine.backward(model(**batches[0]).loss)
+        other.step()
+        with pytest.raises(UsageError, match=r"micro-batches passed to engine\.expect"):
+            own.step()
+        engine.expect(batches)
+        engine.backward(model(**batches[0]).loss)
+    own.step()  # the engine is detached

@@ -82,6 +82,7 @@ class PackingExtension(PackingPlanner):
         self.note()
 
     def remove(self) -> None:
+        self.drop_update()
         self._patches.remove()
         self._switch.off()
         if self.reference is not None:

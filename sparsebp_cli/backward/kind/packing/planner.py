@@ -361,6 +361,8 @@ class PackingPlanner(PackedModel):
         update = self.update
         if update is not None and update.finish():
             self.drop_update()
+        elif update is not None:
+            update.note_gradients(self.model.parameters())
 
     def find_examples(self, inputs: dict[str, Any]) -> Examples:
         """Return the examples of a planned batch, with the sequences of one row separated. They may begin at any

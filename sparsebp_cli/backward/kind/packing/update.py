@@ -9,7 +9,7 @@ Shape letters: B examples, T positions, N rows of a forward, A rows before them,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -27,6 +27,7 @@ from sparsebp_cli.backward.kind.packing.layout import (
     arrange_segments,
     branch,
 )
+from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 KeyValue = tuple[Tensor, Tensor]
@@ -75,13 +76,25 @@ class HeldSegment:
         """Index of each row among the rows that are read."""
         return np.where(self.read, self.read.cumsum() - 1, 0)
 
-    def finish(self) -> None:
-        """Run its backward with the gradients that arrived, and free its tensors."""
+    def finish(self, graded: Iterable[tuple[Tensor, int]]) -> None:
+        """Run its backward with the gradients that arrived, and free its tensors. ``graded`` are the parameters that
+        have got a gradient from earlier micro-batches."""
         if self.made is None or self.leaves is None:
             return
         pairs = zip(self.made.tensors, self.leaves.tensors, strict=True)
         arrived = [(made, leaf.grad) for made, leaf in pairs if made.requires_grad and leaf.grad is not None]
+        is_lost = not arrived and any(made.requires_grad for made in self.made.tensors)
         self.made = self.leaves = None
+        if arrived and not all(parameter.requires_grad for parameter, _ in graded):
+            raise UsageError(
+                "a parameter was frozen between the micro-batches passed to engine.expect, so gradients that wait at "
+                "shared prefixes would not reach it: freeze it after optimizer.step()"
+            )
+        if is_lost:
+            raise UsageError(
+                "with 'prefixes: update', the function that engine.backward calls must add to .grad of all tensors, as "
+                "loss.backward does; this one left out the shared prefixes"
+            )
         if arrived:
             torch.autograd.backward([made for made, _ in arrived], [grad for _, grad in arrived])
 
@@ -124,6 +137,7 @@ class UpdatePlan:
             self.batches.append(MicroBatch(rows, known_by, paths[number : number + len(rows.needed_BT)]))
         self.held = self._find_held()
         self._guard: Any = None
+        self._graded: list[tuple[Tensor, int]] = []  # parameters with a gradient, and its version, after a backward
         self.switches: tuple[object, ...] = ()  # trained parameters and adapters of the first forward
 
     def _find_held(self) -> dict[int, HeldSegment]:
@@ -241,6 +255,7 @@ class UpdatePlan:
     def open(self, number: int, run: RunRows, device: torch.device, most_read: float | None) -> list[KeptRows]:
         """Return the stored tensors of the held segments that a micro-batch reads. Run segments that have none yet."""
         self.batches[number].is_run = True
+        self._follow_clearing()
         for segment in self.held_of(number):
             held = self.held[segment]
             if held.made is None:
@@ -249,6 +264,19 @@ class UpdatePlan:
         if self._guard is None and self.held_of(number):
             self._guard = register_optimizer_step_pre_hook(self._refuse_step)
         return [self._leaves(segment) for segment in self.held_of(number)]
+
+    def note_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Record after a backward which parameters have a gradient."""
+        self._graded = [(p, version_of(p.grad)) for p in parameters if p.requires_grad and p.grad is not None]
+
+    def _follow_clearing(self) -> None:
+        """If the script has cleared all gradients since, clear what waits at the held segments as well."""
+        grads = [(parameter.grad, version) for parameter, version in self._graded]
+        if grads and all(grad is None or (version_of(grad) != version and not grad.any()) for grad, version in grads):
+            for leaf in (
+                leaf for held in self.held.values() if held.leaves is not None for leaf in held.leaves.tensors
+            ):
+                leaf.grad = None
 
     def run_whole(self, number: int, run: RunRows, device: torch.device, most_read: float | None) -> list[KeptRows]:
         """Return the same tensors in one graph with the micro-batch and store nothing, for a comparison."""
@@ -300,9 +328,13 @@ class UpdatePlan:
 
     def finish(self) -> bool:
         """Run the backward of each held segment after all its micro-batches. Return whether the plan is complete."""
-        for number in sorted(self.held, reverse=True):  # each segment before its parent
-            if all(self.batches[user].is_done for user in self.held[number].users):
-                self.held[number].finish()
+        try:
+            for number in sorted(self.held, reverse=True):  # each segment before its parent
+                if all(self.batches[user].is_done for user in self.held[number].users):
+                    self.held[number].finish(self._graded)
+        except UsageError:
+            self.drop()
+            raise
         is_over = all(batch.is_done for batch in self.batches)
         if is_over:
             self.drop()
@@ -321,8 +353,10 @@ class UpdatePlan:
             self._guard.remove()
             self._guard = None
 
-    def _refuse_step(self, *_: object) -> None:
-        if self.is_open:
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        is_own = not self._graded or any(id(parameter) in stepped for parameter, _ in self._graded)
+        if self.is_open and is_own:
             waiting = sum(not batch.is_done for batch in self.batches)
             self.drop()
             raise UsageError(
