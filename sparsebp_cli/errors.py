@@ -159,28 +159,13 @@ class TrackingError(SparseBPError):
 
 
 def first_line(error: BaseException | str) -> str:
-    """Return the first non-empty line of an error's text, since texts of libraries may begin with empty lines.
-
-    Args:
-        error: An error of any library, or its text.
-
-    Returns:
-        The line, or the name of the error's class if there is none.
-    """
+    """Return the first non-empty line of an error or its text; without one, the name of the error's class."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__ if isinstance(error, BaseException) else "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?`` for the nearest known name, or an empty string.
-
-    Args:
-        name: A name as the user wrote it, with its mistake.
-        known: Every allowed name.
-
-    Returns:
-        A text to append to an error line.
-    """
+    """Return ``; did you mean X?`` for the known name nearest to what the user wrote, or an empty string."""
     near = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean {show_name(near[0])}?" if near else ""
 
@@ -202,14 +187,7 @@ _NEAREST = re.compile(r"; did you mean (?P<name>.+?)\?(?=$|; |\n)")
 
 
 def find_nearest(text: str) -> str | None:
-    """Return the name that an error's text proposes instead of a wrong one.
-
-    Args:
-        text: An error's text.
-
-    Returns:
-        The name, or None if the text proposes none.
-    """
+    """Return the name that an error's text proposes instead of a wrong one; None if it proposes none."""
     found = _NEAREST.search(text)
     return found["name"] if found else None
 

@@ -219,26 +219,12 @@ def _sum_powers(matrix_NO: Tensor, order: int, add: Callable[[Tensor], Tensor]) 
 
 
 def l2_norm(tensor: Tensor) -> Tensor:
-    """Return the 2-norm of all entries, without underflow of squares.
-
-    Args:
-        tensor: A tensor of any shape and floating-point dtype.
-
-    Returns:
-        0-d, float32, or float64 of a float64 tensor.
-    """
+    """Return the 2-norm of all entries, 0-d, without underflow of squares: float32, or float64 of a float64 tensor."""
     return norm(tensor.reshape(1, -1), 1)[0]
 
 
 def l1_norm(tensor: Tensor) -> Tensor:
-    """Return the sum of magnitudes.
-
-    Args:
-        tensor: A tensor of any shape and floating-point dtype.
-
-    Returns:
-        0-d, float32, or float64 of a float64 tensor.
-    """
+    """Return the sum of magnitudes, 0-d: float32, or float64 of a float64 tensor."""
     import torch
 
     return tensor.abs().sum(dtype=torch.promote_types(tensor.dtype, torch.float32))

@@ -149,14 +149,7 @@ class Budget:
 
     @classmethod
     def of(cls, budget: float | Budget) -> Budget:
-        """Return a ``Budget``; a number applies to both products.
-
-        Args:
-            budget: Budget as a policy declares it; a number is a fraction in (0, 1].
-
-        Returns:
-            The fractions for both products.
-        """
+        """Return the fractions that a policy declared; a single number, in (0, 1], applies to both products."""
         return budget if isinstance(budget, Budget) else cls(budget, budget)
 
 
@@ -210,41 +203,20 @@ class Policy(BaseModel, ABC):
         return dict(self._schedules)
 
     def follow(self, schedules: Mapping[str, Schedule]) -> Self:
-        """Return a copy in which some options follow schedules.
-
-        Args:
-            schedules: Schedules by name of the option. Both ends must be allowed values.
-
-        Returns:
-            The copy.
-        """
+        """Return a copy in which some options, by name, follow schedules. Both ends must be allowed values."""
         policy = self.model_copy()
         policy._schedules = tuple(schedules.items())  # noqa: SLF001 - a copy of this class
         return policy
 
     def values_at(self, step: Step) -> tuple[float, ...]:
-        """Return the values of the scheduled options.
-
-        Args:
-            step: A step with ``num_steps``, unless no option follows a schedule.
-
-        Returns:
-            One number for each schedule.
-        """
+        """Return the values of the scheduled options at a step, which needs ``num_steps`` if there are any."""
         if not self._schedules:
             return ()
         assert step.num_steps is not None, "attach should have refused it"
         return tuple(schedule.value(step.index, step.num_steps) for _, schedule in self._schedules)
 
     def at(self, step: Step) -> Self:
-        """Return the policy with the numbers of a step; itself if no option follows a schedule.
-
-        Args:
-            step: A step with ``num_steps``, unless no option follows a schedule.
-
-        Returns:
-            The policy that decides at this step.
-        """
+        """Return the policy with the numbers of a step; itself if no option follows a schedule."""
         if not self._schedules:
             return self
         names = (name for name, _ in self._schedules)

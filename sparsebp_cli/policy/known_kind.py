@@ -47,11 +47,7 @@ class KnownKinds:
 
 
 def find_kinds() -> KnownKinds:
-    """Return the kinds of this installation. Broken ones of packages are among the problems.
-
-    Returns:
-        The built-in kinds, then the kinds of packages.
-    """
+    """Return the kinds of this installation. Broken ones of packages are among the problems."""
     return _load_all(tuple(entry_points(GROUP)))
 
 
@@ -89,38 +85,17 @@ def _find_problem(found: object, kinds: Sequence[Kind]) -> str:
 
 
 def find_kind(policy: Policy) -> Kind | None:
-    """Return the kind of a policy; None if its kind is not known.
-
-    Args:
-        policy: A policy of any class.
-
-    Returns:
-        The first kind whose class the policy derives from.
-    """
+    """Return the kind of a policy, the first whose class it derives from; None if its kind is not known."""
     return next((kind for kind in find_kinds().kinds if isinstance(policy, kind.policy)), None)
 
 
 def list_kinds(policies: Iterable[Policy]) -> list[Kind]:
-    """Return the kinds of some policies. Skip policies of no known kind.
-
-    Args:
-        policies: Policies of any class.
-
-    Returns:
-        A kind for each remaining policy, in their order.
-    """
+    """Return the kind of each policy, in their order. Skip policies of no known kind."""
     return [kind for policy in policies if (kind := find_kind(policy)) is not None]
 
 
 def find_aspects(policy: Policy) -> tuple[Kind, ...]:
-    """Return the aspects of a policy.
-
-    Args:
-        policy: A policy of any class.
-
-    Returns:
-        The aspects whose class the policy derives from.
-    """
+    """Return the aspects whose class a policy derives from."""
     return tuple(aspect for aspect in find_kinds().aspects if isinstance(policy, aspect.policy))
 
 
@@ -142,13 +117,6 @@ def find_facts(policy: Policy) -> Mapping[str, object]:
 
 
 def find_columns(policies: Iterable[Policy]) -> frozenset[str]:
-    """Return the names of the columns of the data that policies read.
-
-    Args:
-        policies: Policies with their options.
-
-    Returns:
-        Names of columns.
-    """
+    """Return the names of the columns of the data that policies read."""
     found = (find_facts(policy).get("columns", ()) for policy in policies)
     return frozenset(name for names in found if isinstance(names, frozenset) for name in names)

@@ -62,14 +62,7 @@ class Rule:
     blame: str = ""
 
     def resolve(self, kinds: Sequence[str]) -> Rule:
-        """Return the rule with each :class:`AllBut` replaced by names of kinds.
-
-        Args:
-            kinds: Names of all known kinds.
-
-        Returns:
-            The rule without ``AllBut``.
-        """
+        """Return the rule with each :class:`AllBut` replaced by names of kinds, out of all known ones."""
         return replace(self, policy=_resolve(self.policy, kinds), other=_resolve(self.other, kinds))
 
 

@@ -24,14 +24,7 @@ class Selection(ABC):
 
     @abstractmethod
     def apply(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient as a dense tensor in which entries that are not kept are zero.
-
-        Args:
-            grad_NO: Gradient of a site's output, rows by features. It is not changed.
-
-        Returns:
-            A new tensor of the same shape, dtype and device.
-        """
+        """Return a new dense gradient, rows by features, in which entries that are not kept are zero."""
 
     @abstractmethod
     def num_kept(self, grad_NO: Tensor) -> int | Tensor:

@@ -71,27 +71,12 @@ HOMES = {
 
 
 def tell_moved(name: str, moved: Collection[str] = MOVED) -> str:
-    """Return how to get a policy that is not installed; empty if it was never built in.
-
-    Args:
-        name: Name of a policy in a recipe.
-        moved: Names that were built in; pass ``OPTIMIZERS`` for an optimizer.
-
-    Returns:
-        The end of a sentence.
-    """
+    """Return how to get a policy, or with ``moved=OPTIMIZERS`` an optimizer, that was built in before; else nothing."""
     if name not in moved:
         return ""
     return f"it is {tell_home(SHELF)}"
 
 
 def tell_shelf(distributions: Collection[str]) -> str:
-    """Return where an unknown policy may be found; empty if sparsebp-shelf is installed already.
-
-    Args:
-        distributions: Names of the installed distributions that have policies.
-
-    Returns:
-        The end of a sentence.
-    """
+    """Return where an unknown policy may be found; empty if these distributions include sparsebp-shelf."""
     return "" if SHELF in distributions else f"; more are {tell_home(SHELF)}"

@@ -94,15 +94,7 @@ def find_share(differing: Iterable[bool]) -> float | None:
 
 
 def same(one: object, other: object) -> bool:
-    """Return whether two decisions are equal. Tensors must be bit-identical; NaN equals NaN.
-
-    Args:
-        one: A tensor, a number, or a collection or frozen record of them.
-        other: An object to compare with; objects of different types are not equal.
-
-    Returns:
-        Whether they are equal.
-    """
+    """Return whether two decisions, tensors or collections are equal: of one type, bit-identical, NaN equal to NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return (
             one.dtype == other.dtype

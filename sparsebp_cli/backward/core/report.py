@@ -315,11 +315,7 @@ class Report:
         return "\n".join([heading, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
     def details(self) -> str:
-        """Return the table, every name in it, and a line for each site.
-
-        Returns:
-            Text of several lines.
-        """
+        """Return the table, every name in it, and a line for each site."""
         lines = [str(self)]
         for title, names in (("not covered", self.not_covered), ("never called", self.never_called)):
             lines += [f"{title}:", *(f"  {name}" for name in names)] if names else []

@@ -54,14 +54,7 @@ class AttentionLayout:
         return not self.query
 
     def fitted(self, arguments: Collection[str]) -> AttentionLayout:
-        """Return the layout with the cache's name in a given ``forward``.
-
-        Args:
-            arguments: Names of the forward's arguments.
-
-        Returns:
-            The layout, unchanged if the forward has no cache.
-        """
+        """Return the layout with the cache's name in a ``forward`` of these arguments; unchanged without a cache."""
         return replace(self, cache=next((name for name in (self.cache, *CACHE_NAMES) if name in arguments), self.cache))
 
 

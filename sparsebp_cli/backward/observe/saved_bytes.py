@@ -112,14 +112,7 @@ class _Saved:
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the memory of tensors; a storage that several share counts once.
-
-    Args:
-        tensors: Parameters, gradients or optimizer state; None counts nothing.
-
-    Returns:
-        Bytes.
-    """
+    """Return the bytes of parameters, gradients or states; a storage that several share counts once, None as 0."""
     return sum(dict(found for tensor in tensors if tensor is not None for found in _storages(tensor)).values())
 
 

@@ -170,15 +170,7 @@ class Proof:
         return _times(self.dense.flops.backward, self.dense.flops.recomputed, shares)
 
     def rows(self, name: str, count: PassCount) -> float | None:
-        """Return the number of rows that a linear multiplied for dgrad and wgrad together; None for another module.
-
-        Args:
-            name: Name of the linear in the model.
-            count: One of the two passes.
-
-        Returns:
-            The rows of both products together.
-        """
+        """Return the rows that a linear, by name, multiplied for dgrad and wgrad together; None for another module."""
         row = self.row_flops.get(name)
         return count.flops.backward[name] / row if row else None
 
