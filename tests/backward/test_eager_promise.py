@@ -403,3 +403,23 @@ def test_detach_gives_the_parameters_back_without_hooks() -> None:
     assert not model._forward_pre_hooks
     model(1).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_that_a_script_sets_itself_update_as_after_a_backward() -> None:
+    def weights(*, eager: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer, parameters = torch.optim.Adam(model.parameters(), lr=0.1), list(model.parameters())
+
+        def backward(loss: Tensor) -> None:
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+
+        with attach(model, [], optimizer=optimizer, update="eager" if eager else "deferred") as engine:
+            for number in range(3):
+                engine.backward(model(torch.full((2, 4), 1.0 + number)).square().sum(), backward)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach() for parameter in parameters]
+
+    assert all(map(torch.equal, weights(eager=True), weights(eager=False)))

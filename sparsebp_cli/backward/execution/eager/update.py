@@ -266,7 +266,7 @@ class EagerUpdate(PassRunner):
         state.norms[parameter] = norm
         state.done.add(parameter)  # before `finish`, since an interrupted update may have changed it
         state.finish(parameter, norm)
-        state.bytes_now -= state.held.pop(parameter)
+        state.bytes_now -= state.held.pop(parameter, 0)  # 0: the script set the gradient itself
 
     def _finish_all(self, state: EagerPassState) -> None:
         """Finish waiting parameters, and those that only earlier micro-batches reached, in the optimizer's order."""
