@@ -141,9 +141,11 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
                 f"shape {list(shape)}" if shape is not None else "none" for shape in (theirs.get(name), mine.get(name))
             ]
             raise UnsupportedError(f"{before}: {name} has {shapes[0]}, but {shapes[1]} in this run's model")
-    groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
-    if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
+    groups, stored = training.optimizer.state_dict()["param_groups"], snapshot.optimizer["param_groups"]
+    if [set(group) for group in groups] != [set(group) for group in stored]:
         raise UnsupportedError(f"{before}: another optimizer than {training.plan.recipe.training.optim} was used")
+    if [group["params"] for group in groups] != [group["params"] for group in stored]:
+        raise UnsupportedError(f"{before}: other parameters had weight decay (training.weight_decay_of)")
 
 
 def _weights(training: Restorable) -> dict[str, Tensor]:
