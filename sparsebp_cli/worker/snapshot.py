@@ -66,8 +66,7 @@ def take_snapshot(training: Restorable) -> Snapshot:
 
 
 def restore(training: Restorable, snapshot: Snapshot) -> None:
-    """Restore a snapshot into a training that was just built. Raise UnsupportedError if it is of another model or
-    optimizer, or of a number of processes from which it cannot continue."""
+    """Restore a snapshot into a new training. Raise UnsupportedError if model, optimizer or processes do not fit."""
     ranks = training.ranks
     _check_fit(training, snapshot)
     own = snapshot.ranks[ranks.rank] if ranks.count == len(snapshot.ranks) else _redistribute(training, snapshot)
