@@ -186,6 +186,50 @@ def test_trl(tmp_path: Path) -> None:
     assert left == {"adam_beta2"}
 
 
+@pytest.mark.parametrize(
+    ("switch", "left", "why"),
+    [
+        ("use_peft: false", {"lora_r", "lora_alpha", "load_in_4bit"}, "use_peft is false"),
+        ("", {"lora_r", "lora_alpha", "load_in_4bit"}, "neither 'use_peft: true' nor 'adapter: lora'"),
+        ("adapter:", {"lora_r", "lora_alpha", "load_in_4bit"}, "adapter is nothing"),
+        ('adapter: ""', {"lora_r", "lora_alpha", "load_in_4bit"}, "adapter is ''"),
+        ("finetuning_type: full", {"lora_r", "lora_alpha", "load_in_4bit"}, "finetuning_type is 'full'"),
+        (
+            "finetuning_type: freeze",
+            {"finetuning_type", "lora_r", "lora_alpha", "load_in_4bit"},
+            "finetuning_type is 'freeze'",
+        ),
+    ],
+)
+def test_keys_of_adapters_are_left_out_if_the_other_tool_trains_all_weights(
+    tmp_path: Path, switch: str, left: set[str], why: str
+) -> None:
+    given = "model_name_or_path: m\nlora_r: 16\nlora_alpha: 32\nload_in_4bit: true\nload_in_8bit: false\n"
+    recipe, found, text = read(tmp_path, f"{switch}\n{given}")
+    assert recipe["model"] == {"name": "m"}
+    assert found == left
+    assert f"#   lora_r: 16: the other tool ignores it, because {'the file has ' * (not switch)}{why}" in text
+    assert "#   load_in_4bit: true: quantised weights are trained only with adapters, but " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adapter: qlora\nload_in_4bit: true\nlora_r: 4", {"quantization": {"type": "nf4"}, "lora": {"r": 4}}),
+        ("use_peft: true\nlora_r: 4\nload_in_4bit: true", {"quantization": {"type": "nf4"}, "lora": {"r": 4}}),
+        ("stage: sft\nlora_rank: 4", {"lora": {"r": 4}}),  # LLaMA-Factory's default
+        ("lora_rank: 4\nlora_alpha: 8", {"lora": {"r": 4, "lora_alpha": 8}}),
+        ("stage: sft\nlearning_rate: 1e-4", {"lora": {}}),
+    ],
+)
+def test_keys_of_adapters_are_converted_if_the_other_tool_uses_them(
+    tmp_path: Path, text: str, expected: dict[str, Any]
+) -> None:
+    recipe, left, _ = read(tmp_path, text)
+    assert recipe["model"] == expected
+    assert not left
+
+
 def find_wrong(recipe: dict[str, Any]) -> list[tuple[int | str, ...]]:
     """Where the schema finds something wrong."""
     try:

@@ -29,6 +29,9 @@ TELLING = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "
 # Keys of the table in ``foreign_key`` whose values mean something else than those of the recipe's key.
 OTHER_VALUES = {"do_eval", "eval_strategy", "evals_per_epoch", "evaluation_strategy", "report_to", "save_strategy"}
 OTHER_VALUES |= {"precision", "saves_per_epoch", "stage", "template"}
+OF_ADAPTERS = re.compile(r"lora|dora|^peft_")
+QUANTIZERS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
+OF_LLAMA_FACTORY = {"stage", "cutoff_len", "lora_rank", "lora_target"}  # it trains LoRA unless the file says otherwise
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,14 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
             f"--from {file}: must be a mapping of keys, such as a config file of axolotl, TRL, LLaMA-Factory or "
             "torchtune"
         )
-    settings: Settings = {}
+    settings: Settings = {**LORA} if "stage" in found and "finetuning_type" not in found else {}  # LLaMA-Factory
     left: dict[str, str] = {}
     needless: list[str] = []
+    ignored = _find_ignored(found)
     for key, value in _find_leaves(found):
-        if key not in RULES and key.rpartition(".")[2] in NOT_NEEDED:
+        if key in ignored and value not in (None, "", False):
+            left[key] = f"{shorten(show(value), 40)}: {ignored[key]}"
+        elif key not in RULES and key.rpartition(".")[2] in NOT_NEEDED:
             needless.append(key)
         elif reason := _carry(key, value, settings):
             left[key] = f"{shorten(show(value), 40)}: {reason}"
@@ -80,6 +86,18 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
     if not recipe:
         raise UsageError(f"--from {file}: no key of this file can be converted to a key of a recipe")
     return Converted(_write(recipe, left, needless, file), left)
+
+
+def _find_ignored(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys on adapters that the other tool does not use because it trains all weights, with the reason."""
+    on = {"adapter": bool, "use_peft": bool, "finetuning_type": lambda value: value in (None, "lora")}
+    given = [key for key in on if key in found]
+    if any(on[key](found[key]) for key in given) or not (given or OF_LLAMA_FACTORY.isdisjoint(found)):
+        return {}
+    why = " and ".join(f"{key} is {show(found[key])}" for key in given)
+    why = why or "the file has neither 'use_peft: true' nor 'adapter: lora'"
+    reasons = {key: f"the other tool ignores it, because {why}" for key in found if OF_ADAPTERS.search(key)}
+    return reasons | dict.fromkeys(QUANTIZERS, f"quantised weights are trained only with adapters, but {why}")
 
 
 def _find_leaves(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
