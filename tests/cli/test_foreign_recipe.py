@@ -177,6 +177,43 @@ def test_torchtune(tmp_path: Path) -> None:
     assert left == {"optimizer.fused"}
 
 
+@pytest.mark.parametrize(
+    ("model", "expected", "left"),
+    [
+        ("_component_: torchtune.models.llama3.qlora_llama3_8b", {"lora": {}, "quantization": {"type": "nf4"}}, ""),
+        ("_component_: torchtune.models.qwen2_5.lora_qwen2_5_0_5b", {"lora": {}}, ""),
+        ("_component_: torchtune.models.llama3.llama3_8b", None, ""),
+        (
+            "_component_: torchtune.models.llama2.lora_llama2_7b, quantize_base: true, use_dora: true",
+            {"lora": {"use_dora": True}, "quantization": {"type": "nf4"}},
+            "",
+        ),
+        ("_component_: torchtune.models.llama3.dora_llama3_8b", None, "model._component_"),
+        ("_component_: torchtune.models.llama3_2_vision.lora_llama3_2_vision_11b", None, "model._component_"),
+        ("_component_: torchtune.models.mistral.lora_mistral_reward_7b", None, "model._component_"),
+        ("_component_: mine.models.wide", None, "model._component_"),
+    ],
+)
+def test_builders_of_torchtune(tmp_path: Path, model: str, expected: dict[str, Any] | None, left: str) -> None:
+    recipe, found, _ = read(tmp_path, f"model: {{{model}}}\nepochs: 1\n")
+    assert recipe.get("model") == expected
+    assert found == {left} - {""}
+
+
+def test_components_of_torchtune_that_change_the_training_are_named(tmp_path: Path) -> None:
+    _, left, text = read(
+        tmp_path,
+        "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer}\n"
+        "loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n"
+        "profiler: {_component_: torchtune.training.setup_torch_profiler}\n"
+        "optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit}\nepochs: 1\n",
+    )
+    assert left == {"quantizer._component_", "loss._component_", "optimizer._component_"}
+    assert "recipes do not name Python classes, and what this one changes is not converted" in text
+    _, left, _ = read(tmp_path, "loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}\nepochs: 1\n")
+    assert not left
+
+
 def test_trl(tmp_path: Path) -> None:
     recipe, left, _ = read(tmp_path, TRL)
     assert recipe["model"] == {"name": "Qwen/Qwen3-0.6B", "lora": {}}

@@ -132,6 +132,8 @@ def _carry(key: str, value: Any, settings: Settings) -> str:
     else:
         more = None
     if more is None:
+        if leaf == "_component_":
+            return "recipes do not name Python classes, and what this one changes is not converted"
         name = "stage" if key == "datasets.type" else "datasets" if leaf.startswith("dataset") else leaf
         text = answer(name) or "recipes have no such key"
         return text if rule is None else f"recipes have another kind of value here; {text}"
@@ -197,6 +199,21 @@ def _modules(value: Any) -> Settings | None:
     return {"model.lora.target_modules": [str(name).strip() for name in names]}
 
 
+def _builder(value: Any) -> Settings | None:
+    """Read torchtune's function for a model: of plain weights, or with adapters on plain or quantised weights."""
+    family, _, name = str(value).removeprefix("torchtune.models.").partition(".")
+    plain = re.sub(r"^q?lora_", "", name)
+    if not plain.startswith(family) or re.search(r"vision|classifier|reward", name):
+        return None
+    if plain == name:
+        return {}
+    return LORA | ({"model.quantization.type": "nf4"} if name.startswith("q") else {})
+
+
+def _loss(value: Any) -> Settings | None:
+    return {} if re.search(r"CE|CrossEntropy", str(value)) else None  # of preferences and distillation: another task
+
+
 def _optimizer(value: Any) -> Settings | None:
     name = OPTIMIZERS.get(value) if isinstance(value, str) else None
     return None if name is None else {"training.optim": name}
@@ -229,6 +246,11 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "optimizer": _optimizer,
     "optim": _optimizer,
     "optimizer._component_": _optimizer,
+    "model._component_": _builder,
+    "loss._component_": _loss,
+    "quantizer._component_": _either({}),  # trains with rounded weights
+    "model.quantize_base": _either({True: {"model.quantization.type": "nf4"}, False: {}}),
+    "model.use_dora": lambda value: {"model.lora.use_dora": value},
     "lr_scheduler": _schedule,
     "lr_scheduler_type": _schedule,
     "lr_scheduler._component_": _schedule,
