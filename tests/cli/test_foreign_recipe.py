@@ -152,7 +152,7 @@ def test_axolotl(tmp_path: Path) -> None:
 def test_llama_factory(tmp_path: Path) -> None:
     recipe, left, text = read(tmp_path, LLAMA_FACTORY)
     assert recipe["model"]["lora"] == {"r": 8, "target_modules": ["q_proj", "v_proj"]}
-    assert recipe["dataset"] == {"max_seq_length": 2048, "max_examples": 1000}
+    assert recipe["dataset"] == {"max_seq_length": 2048, "max_examples": 1000, "eval_split": "train"}
     assert recipe["training"]["warmup_steps"] == 0.1
     assert recipe["checkpoint"] == {"every": 500}
     assert left == {"trust_remote_code", "dataset", "template", "report_to"}
@@ -293,6 +293,27 @@ def test_no_key_with_any_value_makes_a_recipe_that_the_schema_refuses(tmp_path: 
         assert all(len(location) == 1 and f"#   {location[0]}: " in text for location in wrong), (key, wrong)
 
 
+@pytest.mark.parametrize("key", ["val_set_size", "val_size", "test_size"])
+@pytest.mark.parametrize("zero", ["0", "0.0"])
+def test_no_row_is_held_out_if_the_other_tool_holds_out_none(tmp_path: Path, key: str, zero: str) -> None:
+    recipe, left, text = read(tmp_path, f"{key}: {zero}\nlearning_rate: 1e-4\n")
+    assert recipe["dataset"] == {"eval_split": "train"}
+    assert recipe["measure"] == {"eval_examples": 100}
+    assert not left
+    assert "# All rows of the split train are trained: evaluations read some of them again." in text
+    recipe, left, text = read(tmp_path, f"{key}: {zero}\ndataset_test_split: held\n")
+    assert recipe == {"version": 1, "dataset": {"eval_split": "held"}}
+    recipe, left, text = read(tmp_path, f"{key}: {zero}\ndatasets: [{{path: x, split: big}}]\neval_examples: 5\n")
+    assert recipe["dataset"] == {"name": "x", "split": "big", "eval_split": "big"}
+
+
+def test_a_file_without_validation_says_what_is_held_out(tmp_path: Path) -> None:
+    line = "# The file says nothing on validation: SparseBP holds out 10 % of the rows (eval_fraction)."
+    assert line in read(tmp_path, "learning_rate: 1e-4\n")[2]
+    assert line not in read(tmp_path, "learning_rate: 1e-4\nval_size: 0.2\n")[2]
+    assert Recipe.model_fields["dataset"].annotation.model_fields["eval_fraction"].default == 0.1  # type: ignore[union-attr]
+
+
 def test_every_key_is_carried_or_named(tmp_path: Path) -> None:
     _, left, text = read(tmp_path, "learning_rate: 1e-4\nnever_heard: 3\nfsdp_config: {a: 1, b: [2]}\nlogging_dir: x\n")
     assert left == {"never_heard", "fsdp_config.a", "fsdp_config.b"}
@@ -314,13 +335,16 @@ def test_a_second_key_for_the_same_setting_is_named(tmp_path: Path) -> None:
     assert "another key has set dataset.max_seq_length to 512" in text
 
 
-def test_the_recipe_of_local_data_validates(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", ["0.1", "0"])
+def test_the_recipe_of_local_data_validates(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     row = json.dumps({"text": 30 * "Good day to you. "}) + "\n"
     Path("talks.jsonl").write_text(40 * row)
     theirs = "base_model: austen-llama\ndatasets: [{path: talks.jsonl, type: completion}]\nmax_steps: 3\n"
     Path("axolotl.yaml").write_text(
-        theirs + "micro_batch_size: 4\nval_set_size: 0.1\nlearning_rate: 1e-3\nstrict: true\n"
+        theirs + f"micro_batch_size: 4\nval_set_size: {share}\nlearning_rate: 1e-3\nstrict: true\n"
     )
     done = cli("init", "study", "--from", "axolotl.yaml")
     assert done.returncode == 0, done.stderr

@@ -30,6 +30,7 @@ TELLING = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "
 OTHER_VALUES = {"do_eval", "eval_strategy", "evals_per_epoch", "evaluation_strategy", "report_to", "save_strategy"}
 OTHER_VALUES |= {"precision", "saves_per_epoch", "stage", "template"}
 OF_ADAPTERS = re.compile(r"lora|dora|^peft_")
+EVALUATED = 100  # examples that an evaluation reads if no row is held out: it would otherwise read all
 QUANTIZERS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 OF_LLAMA_FACTORY = {"stage", "cutoff_len", "lora_rank", "lora_target"}  # it trains LoRA unless the file says otherwise
 
@@ -79,6 +80,7 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
             needless.append(key)
         elif reason := _carry(key, value, settings):
             left[key] = f"{shorten(show(value), 40)}: {reason}"
+    _train_all(settings)
     for key in ("model.name", "dataset.name"):
         if isinstance(settings.get(key), str):
             settings[key] = locate(settings[key])
@@ -175,9 +177,16 @@ def _norm(value: Any) -> Settings:
 
 
 def _share(value: Any) -> Settings | None:
-    if isinstance(value, float) and 0 < value < 1:
-        return {"dataset.eval_fraction": value}
-    return {} if value == 0 else None
+    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+    return {"dataset.eval_fraction": value} if is_share else None
+
+
+def _train_all(settings: Settings) -> None:
+    """Replace a fraction of 0, which recipes do not have, by an evaluation of the training split."""
+    if settings.get("dataset.eval_fraction") == 0:
+        del settings["dataset.eval_fraction"]
+        if settings.setdefault("dataset.eval_split", split := settings.get("dataset.split", "train")) == split:
+            settings.setdefault("measure.eval_examples", EVALUATED)
 
 
 def _count(value: Any) -> Settings | None:
@@ -284,6 +293,7 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "max_samples": lambda value: {"dataset.max_examples": value},
     "val_set_size": _share,
     "val_size": _share,
+    "test_size": _share,
     "stage": _either({"sft": {}}),
     "eval_strategy": _either({"steps": {}}),
     "save_strategy": _either({"steps": {}}),
@@ -345,6 +355,11 @@ def _write(recipe: dict[str, Any], left: Mapping[str, str], needless: Sequence[s
     absent += [] if "max_seq_length" in recipe.get("dataset", {}) else ["max_seq_length"]
     if absent:
         lines.append(f"# The file sets no {', '.join(absent)}: SparseBP's defaults hold, not the other tool's.")
+    data = recipe.get("dataset", {})
+    if data.get("eval_split") == data.get("split", "train"):
+        lines.append(f"# All rows of the split {data['eval_split']} are trained: evaluations read some of them again.")
+    elif not {"eval_split", "eval_fraction"} & set(data):
+        lines.append("# The file says nothing on validation: SparseBP holds out 10 % of the rows (eval_fraction).")
     if recipe.get("policy") == "lossless":
         lines.append("# lossless skips padding; a batch has per_device_train_batch_size examples, not packed rows.")
     for part, key in (("model", "name"), ("dataset", "name"), ("dataset", "format")):
