@@ -294,6 +294,8 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "val_set_size": _share,
     "val_size": _share,
     "test_size": _share,
+    "per_device_eval_batch_size": lambda value: {"measure.per_device_eval_batch_size": value},
+    "train_sampling_strategy": _either({"group_by_length": {"training.group_by": "length"}, "random": {}}),
     "stage": _either({"sft": {}}),
     "eval_strategy": _either({"steps": {}}),
     "save_strategy": _either({"steps": {}}),
