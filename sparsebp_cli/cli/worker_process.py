@@ -103,8 +103,7 @@ def _last_line(file: IO[str]) -> str:
 
 
 class _Display:
-    """A line with a spinner in a terminal, else a line every few seconds; on standard error, since the result may go
-    into a pipe."""
+    """A line with a spinner in a terminal, else a line every few seconds; on standard error, away from the result."""
 
     def __init__(self) -> None:
         screen = console(stderr=True)

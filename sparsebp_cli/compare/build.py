@@ -151,8 +151,7 @@ class _Builder:
         return paired_difference(here, there)
 
     def _preference(self, group: str, other: str) -> Difference | None:
-        """Return the difference by which one of several runs is chosen. If the test split is reported, choose by
-        validation."""
+        """Return the difference by which one of several runs is chosen: by validation if the test split is reported."""
         if self.course == self.metric or have_other_examples(self.counted[group], self.counted[other]):
             return self._difference(group, other)
 

@@ -78,8 +78,7 @@ def _subtract(run: LoadedRun, other: LoadedRun) -> dict[int, float]:
 
 
 def _subtract_scores(run: LoadedRun, other: LoadedRun, metric: str) -> dict[int, float]:
-    """Map an example's index to the difference of its scores for the metric; empty if the same examples cannot be
-    assumed."""
+    """Map an example's index to the difference of its scores for the metric; empty if examples may differ."""
     here, there = (some.history.scores.get(some.steps, {}).get(metric, []) for some in (run, other))
     kinds = {_identify(some, metric) for some in (run, other)}
     if len(here) != len(there) or len(kinds) > 1:

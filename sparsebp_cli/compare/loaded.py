@@ -136,8 +136,7 @@ class LoadedRun:
         return self.history.metrics[name].values() if name in self.history.metrics else ()
 
     def values(self, name: str, *, after_warmup: bool = False) -> list[float]:
-        """Return a metric's finite values by ascending step. ``after_warmup`` omits the slower first steps of each
-        attempt."""
+        """Return a metric's finite values by step. ``after_warmup`` omits the slower first steps of each attempt."""
         if after_warmup:
             return list(self.steady(name).values())
         return [value for value in self.series(name).values() if math.isfinite(value)]

@@ -150,8 +150,7 @@ def paired_difference(group: Mapping[int, float], baseline: Mapping[int, float])
 
 
 def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """Return the ratio of two groups, paired by seed, on the logarithm; None if one is empty or a value is not
-    positive."""
+    """Return the ratio of two groups, paired by seed, on the logarithm; None without values or if one is <= 0."""
     if any(value <= 0.0 for values in (group, baseline) for value in values.values()):
         return None
     here, there = ({seed: math.log(value) for seed, value in values.items()} for values in (group, baseline))

@@ -57,8 +57,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def worker_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a process that trains or measures: this process's declared variables, and those in
-    ``more``."""
+    """Return the environment of a process that trains or measures: our declared variables, and those in ``more``."""
     given = more or {}
     return {name: value for name, value in environment(given).items() if name in given or is_declared(name)}
 

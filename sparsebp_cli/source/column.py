@@ -62,9 +62,14 @@ def read_labels(rows: Rows, column: str) -> list[str]:
     return labels
 
 
-def name_classes(labels: Iterable[str]) -> list[str]:
-    """Return the distinct classes: sorted by value if all are whole numbers, else by name."""
+def name_classes(labels: Iterable[str], head: Sequence[str] = ()) -> list[str]:
+    """Return the distinct classes in the order of ``head``, a pretrained head's, if it names the same ones, in any
+    case of letters. Otherwise sort by value if all are whole numbers, else by name."""
     names = set(labels)
+    for fold in (str, str.lower):
+        order = {fold(name): number for number, name in enumerate(head)}
+        if len(order) == len(head) == len(names) and order.keys() == set(map(fold, names)):
+            return sorted(names, key=lambda name: order[fold(name)])
     try:
         return sorted(names, key=lambda name: (int(name), name))
     except ValueError:

@@ -159,8 +159,7 @@ def _parse_list(value: object) -> object:
 
 
 def _parse_arguments(call: object) -> object:
-    """Return a tool call with its arguments parsed, if they are JSON text: a template that writes JSON would quote the
-    text."""
+    """Return a tool call with its arguments parsed if they are JSON text, which a template would quote."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         return call

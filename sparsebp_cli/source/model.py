@@ -19,8 +19,7 @@ TOKENIZER_WORDS = ("token", "vocab", "spiece", "bpe", ".model")
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """Return the content of a model's config.json. Raise DataError if it is missing, not a JSON object, or can execute
-    code."""
+    """Return a model's config.json. Raise DataError if it is missing, no JSON object, or can run code."""
     file = folder / "config.json"
     if not folder.is_dir():
         raise DataError(f"{folder}: must be a folder with config.json and safetensors files, got a file")

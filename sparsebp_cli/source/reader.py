@@ -171,8 +171,7 @@ def _iter_json(file: Path, budget: UnpackBudget) -> Iterator[Row]:
 
 
 def _parse_whole(file: Path, text: str) -> list[dict[str, object]] | None:
-    """Return the rows of a file that is one JSON text (an array of objects, or one object); None if it holds lines of
-    JSON."""
+    """Return the rows of a file that is one JSON text (an object, or an array of objects); None for lines of JSON."""
     try:
         whole = _parse(text, str(file), is_whole=True)
     except DataError:

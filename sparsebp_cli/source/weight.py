@@ -46,8 +46,7 @@ EXPERTS, MOST_EXPERTS = re.compile(r"experts$"), 2**16  # Doge has 16,384
 
 
 def check_weights(folder: Path, config: Mapping[str, object]) -> None:
-    """Raise DataError if a model folder points to other files, or its config asks for a larger model than its weights
-    hold."""
+    """Raise DataError if a model folder points to other files, or its config asks for more than its weights hold."""
     if (folder / "adapter_config.json").exists():
         raise DataError(f"{folder}: is an adapter (adapter_config.json), not a model; give its base model instead")
     check_sidecars(folder)

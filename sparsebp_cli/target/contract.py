@@ -61,8 +61,7 @@ class Job(ABC):
 
     @abstractmethod
     def exit_code(self) -> int | None:
-        """Return the last worker's exit code, negative if a signal killed it; None if it is alive or the code is
-        unknown."""
+        """Return the last worker's exit code, negative if a signal killed it; None if alive or unknown."""
 
     @abstractmethod
     def warning(self) -> str:

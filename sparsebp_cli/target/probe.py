@@ -30,8 +30,7 @@ print(json.dumps({{"python": platform.python_version(), "packages": {{name: find
 
 
 def compare_environment(answer: str, *, num_gpus: int) -> Iterator[CheckResult]:
-    """Yield the results for Python, packages, GPUs and disk from the output of :data:`SOURCE`. A run requests
-    ``num_gpus``."""
+    """Yield results for Python, packages, GPUs and disk from :data:`SOURCE`'s output. A run requests ``num_gpus``."""
     try:
         # Use the last line: a login shell may print before it.
         there = json.loads(answer.strip().splitlines()[-1])

@@ -42,7 +42,7 @@ from sparsebp_cli.worker.compiled import compile_model
 from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
-from sparsebp_cli.worker.model import build_model, build_tokenizer, read_architecture
+from sparsebp_cli.worker.model import build_model, build_tokenizer, read_architecture, read_head
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
 from sparsebp_cli.worker.policy import attach_policies, make_policies, set_columns
 from sparsebp_cli.worker.process import Ranks
@@ -140,6 +140,9 @@ def _build_model(
         lambda text: journal.write("note", level="info", text=text),
         architecture=read_architecture(recipe.model, recipe.dataset.format),
     )
+    if num_labels is not None:  # the files of the trained model name its classes
+        model.config.id2label = dict(enumerate(data.label_names))
+        model.config.label2id = {name: number for number, name in enumerate(data.label_names)}
     if any(LOSS_WEIGHT in example.columns for example in data.train):
         _accept_weights(model, recipe, policies)
     return model
@@ -295,7 +298,8 @@ def _load_data(
             tokenizer.chat_template = recipe.dataset.chat_template  # saved with the model, which needs it
         architecture = read_architecture(recipe.model, recipe.dataset.format)
         # A run with a checkpoint may have begun before texts were checked: only warn, so that it can finish.
-        data = build_data(recipe.dataset, tokenizer, find_columns(policies), architecture, refuses=not is_begun)
+        head, columns = read_head(recipe.model, recipe.dataset.format), find_columns(policies)
+        data = build_data(recipe.dataset, tokenizer, columns, architecture, head=head, refuses=not is_begun)
         for level, text in find_warnings(data.census):
             journal.write("note", level=level, text=text)
 

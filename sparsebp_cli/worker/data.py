@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -62,16 +62,17 @@ def build_data(
     columns: Collection[str] = (),
     architecture: Architecture = "causal",
     *,
+    head: Sequence[str] = (),
     refuses: bool = True,
 ) -> Data:
     """Load a recipe's dataset and tokenise its splits. ``columns`` names columns of character spans; the training
-    examples hold them as token masks. With ``refuses``, raise DataError if most rows have a fault of
-    :func:`check_texts`; otherwise only the data statistics record the faults."""
+    examples hold them as token masks. ``head`` are the classes of :func:`~sparsebp_cli.worker.model.read_head`. With
+    ``refuses``, raise DataError if most rows have a fault of :func:`check_texts`; otherwise only record the faults."""
     sides = _divide(section)
     label_names = []
     if section.format == "classification":  # use the labels of all rows that training might have received
         of_training = [*sides.train, *(sides.held_out if section.eval_split is None else ())]
-        label_names = name_classes(read_labels(of_training, section.column("label")))
+        label_names = name_classes(read_labels(of_training, section.column("label")), head)
     train = encode(sides.train, section, tokenizer, columns, label_names, architecture)
     held_out = encode(sides.held_out, section, tokenizer, (), label_names, architecture)
     test = encode(sides.test, section, tokenizer, (), label_names, architecture)

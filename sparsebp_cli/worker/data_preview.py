@@ -21,7 +21,7 @@ from sparsebp_cli.worker.answer import answer
 from sparsebp_cli.worker.census import flatten
 from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.encoding import EncodedExample
-from sparsebp_cli.worker.model import build_tokenizer, read_architecture
+from sparsebp_cli.worker.model import build_tokenizer, read_architecture, read_head
 from sparsebp_cli.worker.policy import make_policies
 
 NUM_SHOWN = 3  # examples of each split
@@ -60,7 +60,9 @@ def take_census(plan_file: Path) -> dict[str, object]:
     recipe = Plan.load(plan_file).recipe
     tokenizer = build_tokenizer(recipe.model)
     columns = find_columns(make_policies(recipe))
-    data = build_data(recipe.dataset, tokenizer, columns, read_architecture(recipe.model, recipe.dataset.format))
+    architecture = read_architecture(recipe.model, recipe.dataset.format)
+    head = read_head(recipe.model, recipe.dataset.format)
+    data = build_data(recipe.dataset, tokenizer, columns, architecture, head=head)
     return {**data.census, "warnings": list(find_warnings(data.census)), "first": show_first(data, tokenizer)}
 
 

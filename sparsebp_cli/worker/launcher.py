@@ -198,8 +198,7 @@ def _run(plan: Plan, run: RunFolder, nodes: NodeGroup | None = None) -> tuple[si
 
 
 def _find_reason(folder: Path, failures: Mapping[int, ProcessFailure], count: int) -> Reason | None:
-    """Return the first cause: a rank's own error, else the signal or exit code that ended a rank, else the loss of a
-    peer."""
+    """Return the first cause: a rank's own error, else the signal or exit code that ended one, else a lost peer."""
     told = []
     for file in folder.rglob("error.json"):
         try:

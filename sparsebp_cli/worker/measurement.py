@@ -67,8 +67,7 @@ class Measurement:
         return RelativeCost.of(probe, policies)
 
     def at_start(self, forward: Callable[[], Tensor], shape: Callable[[], Shape], policies: Sequence[Policy]) -> Values:
-        """Measure the cost of a step before training, if the run has probes. Note it in the event log and return its
-        metrics."""
+        """Measure a step before training, if the run has probes. Note it in the event log and return its metrics."""
         if self.recipe.measure.probe_every is None:
             return {}
         cost = self.measure_cost(forward, shape, policies)

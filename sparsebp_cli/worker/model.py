@@ -197,6 +197,14 @@ def read_architecture(section: ModelSection, data_format: str) -> Architecture:
         raise DataError(f"model {section.name}: {error}") from None
 
 
+def read_head(section: ModelSection, data_format: str) -> list[str]:
+    """Return the classes that a classifier's config names, by number; none for random weights and other formats."""
+    if section.name is None or data_format != "classification":
+        return []
+    names = _read_config(_folder_or_id(section.name), section.revision).id2label or {}
+    return [str(name) for _, name in sorted(names.items())]
+
+
 def _read_config(source: str | Path, revision: str | None) -> PreTrainedConfig:
     config: PreTrainedConfig = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     return config

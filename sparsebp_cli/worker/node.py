@@ -95,8 +95,7 @@ class NodeGroup:
         return self._over is not None or 0 in self._ends or self._is_lost(0)
 
     def find_cause(self, own: Reason | None) -> Reason | None:
-        """Wait for the other nodes' ends, and return the first cause of a failure. ``own`` is the reason of this node,
-        the first."""
+        """Wait for the other nodes' ends, and return the first cause of a failure. ``own`` is this node's reason."""
         self._store.set("end/0", _write(own))
         deadline = time.monotonic() + self.grace_seconds + self._lost_seconds
         while time.monotonic() < deadline and any(not self._is_gone(node) for node in self._peers):

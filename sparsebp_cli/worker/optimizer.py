@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -20,8 +20,7 @@ from sparsebp_cli.recipe.schema import TrainingSection
 
 
 def load_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return an optimizer's class, and the arguments that its name implies, which can be overridden. Raise DataError if
-    a package is missing."""
+    """Return an optimizer's class, and the arguments that its name implies. Raise DataError if a package is missing."""
     entry = find_optimizer(name)
     module, _, found = entry.place.partition(":")
     try:
@@ -38,7 +37,7 @@ def load_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parameter]) -> torch.optim.Optimizer:
     """Build the recipe's optimizer for a model's trained parameters, or for given parameters. Raise DataError if it
-    lacks an argument, refuses a value, or needs a missing package."""
+    refuses an argument or needs a missing package."""
     kind, arguments = load_class(section.optim)
     known = [name for name in inspect.signature(kind).parameters if name not in {"params", "model", "lr"}]
     for name in section.optim_args:
@@ -50,10 +49,7 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
     arguments |= {k: tuple(v) if isinstance(v, list) else v for k, v in section.optim_args.items()}
     for key in ("weight_decay", "weight_decay_of"):
         if getattr(section, key) is not None and "weight_decay" not in known:
-            raise DataError(
-                f"training.{key}: {section.optim} has no weight decay: leave this key out; the optimizer's arguments "
-                f"are {', '.join(known)}"
-            )
+            raise DataError(f"training.{key}: {section.optim} has no weight decay: leave this key out")
     if section.weight_decay is not None:
         arguments["weight_decay"] = section.weight_decay
     trained: Any = model
@@ -63,19 +59,24 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
     if section.weight_decay_of == "matrices":
         if takes_model:
             raise DataError(
-                f"training.weight_decay_of: {section.optim} decides itself which weights decay; leave this key out"
+                f"training.weight_decay_of: {section.optim} decides itself which weights decay: omit the key"
             )
-        trained = _part_by_decay(list(trained))
+        assert isinstance(model, nn.Module)  # parameters alone have no names
+        trained = _part_by_decay(model)
     try:
         return kind(trained, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise DataError(f"training.optim_args: {section.optim}: {error}") from None
 
 
-def _part_by_decay(trained: Sequence[Parameter]) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices, and vectors (norms and biases), which have no weight decay."""
-    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+def _part_by_decay(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two parameter groups: those that transformers.Trainer decays, and the others without weight decay."""
+    from transformers import Trainer  # slow to import
+
+    decayed = {*Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
+    named = [(name in decayed, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": [p for decays, p in named if decays]}]
+    groups.append({"params": [p for decays, p in named if not decays], "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
 
 

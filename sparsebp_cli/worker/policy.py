@@ -40,8 +40,7 @@ def attach_policies(
 
 
 def set_columns(order: BatchOrder, policies: Sequence[Policy], recipe: Recipe, reference: Reference) -> BatchOrder:
-    """Set the columns that batches include: those that the policies read, and the loss weights. Return the same
-    order."""
+    """Set the columns that batches include: loss weights, and those that policies read. Return the same order."""
     facts = [find_facts(policy) for policy in policies]
     weighs = any(LOSS_WEIGHT in example.columns for example in reference.data.train)
     order.columns = find_columns(policies) | (reference.columns if any(map(compares, policies)) else frozenset())

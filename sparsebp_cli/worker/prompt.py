@@ -111,7 +111,6 @@ def _of_conversations(
 
 
 def _find_end(example: EncodedExample, special: set[int]) -> frozenset[int]:
-    """Return the special token that ends a turn. Templates may use their own, which a base model's config does not
-    name."""
+    """Return the special token that ends a turn. Templates may use one that a base model's config does not name."""
     ends = [int(token) for token in example.labels if int(token) in special]
     return frozenset(ends[-1:])

@@ -17,8 +17,7 @@ from sparsebp_cli.worker.process import Ranks
 
 
 class ResumeCheck:
-    """Compares a resumed run with its checkpoint. Each difference is refused, allowed by the user, or free because no
-    number depends on it."""
+    """Compares a run with its checkpoint. A difference is refused, allowed by the user, or changes no number."""
 
     seal: Seal
 

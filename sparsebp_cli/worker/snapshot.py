@@ -68,8 +68,7 @@ def take_snapshot(training: Restorable) -> Snapshot:
 
 
 def restore(training: Restorable, snapshot: Snapshot) -> None:
-    """Restore a snapshot into a training that was just built. Raise UnsupportedError if it is of another model or
-    optimizer, or of a number of processes from which it cannot continue."""
+    """Restore a snapshot into a new training. Raise UnsupportedError if model, optimizer or processes do not fit."""
     ranks = training.ranks
     _check_fit(training, snapshot)
     own = snapshot.ranks[ranks.rank] if ranks.count == len(snapshot.ranks) else _redistribute(training, snapshot)
@@ -156,9 +155,11 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
                 f"shape {list(shape)}" if shape is not None else "none" for shape in (theirs.get(name), mine.get(name))
             ]
             raise UnsupportedError(f"{before}: {name} has {shapes[0]}, but {shapes[1]} in this run's model")
-    groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
-    if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
+    groups, stored = training.optimizer.state_dict()["param_groups"], snapshot.optimizer["param_groups"]
+    if [set(group) for group in groups] != [set(group) for group in stored]:
         raise UnsupportedError(f"{before}: another optimizer than {training.plan.recipe.training.optim} was used")
+    if [group["params"] for group in groups] != [group["params"] for group in stored]:
+        raise UnsupportedError(f"{before}: other parameters had weight decay (training.weight_decay_of)")
 
 
 def _weights(training: Restorable) -> dict[str, Tensor]:

@@ -13,8 +13,7 @@ _DEPTH = 6  # levels of nested objects; optimizer states have two
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold a tensor's data: itself, or the parts of a wrapper (float8, sharded) or sparse
-    tensor."""
+    """Yield the tensors that hold a tensor's data: itself, or the parts of a float8, sharded or sparse one."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

@@ -417,8 +417,7 @@ class Training(Restorable):
         return lambda: self._loss(number), shape
 
     def _rest_of_update(self) -> RestOfUpdate:
-        """Return the micro-batches that a measurement of the next step runs together, if a policy shares rows among
-        them."""
+        """Return the micro-batches that a measurement of the next step runs together, if a policy shares their rows."""
         count = self.order.sorted_batches
         if count == 1:
             return RestOfUpdate()

@@ -152,7 +152,7 @@ def test_axolotl(tmp_path: Path) -> None:
 def test_llama_factory(tmp_path: Path) -> None:
     recipe, left, text = read(tmp_path, LLAMA_FACTORY)
     assert recipe["model"]["lora"] == {"r": 8, "target_modules": ["q_proj", "v_proj"]}
-    assert recipe["dataset"] == {"max_seq_length": 2048, "max_examples": 1000}
+    assert recipe["dataset"] == {"max_seq_length": 2048, "max_examples": 1000, "eval_split": "train"}
     assert recipe["training"]["warmup_steps"] == 0.1
     assert recipe["checkpoint"] == {"every": 500}
     assert left == {"trust_remote_code", "dataset", "template", "report_to"}
@@ -177,6 +177,43 @@ def test_torchtune(tmp_path: Path) -> None:
     assert left == {"optimizer.fused"}
 
 
+@pytest.mark.parametrize(
+    ("model", "expected", "left"),
+    [
+        ("_component_: torchtune.models.llama3.qlora_llama3_8b", {"lora": {}, "quantization": {"type": "nf4"}}, ""),
+        ("_component_: torchtune.models.qwen2_5.lora_qwen2_5_0_5b", {"lora": {}}, ""),
+        ("_component_: torchtune.models.llama3.llama3_8b", None, ""),
+        (
+            "_component_: torchtune.models.llama2.lora_llama2_7b, quantize_base: true, use_dora: true",
+            {"lora": {"use_dora": True}, "quantization": {"type": "nf4"}},
+            "",
+        ),
+        ("_component_: torchtune.models.llama3.dora_llama3_8b", None, "model._component_"),
+        ("_component_: torchtune.models.llama3_2_vision.lora_llama3_2_vision_11b", None, "model._component_"),
+        ("_component_: torchtune.models.mistral.lora_mistral_reward_7b", None, "model._component_"),
+        ("_component_: mine.models.wide", None, "model._component_"),
+    ],
+)
+def test_builders_of_torchtune(tmp_path: Path, model: str, expected: dict[str, Any] | None, left: str) -> None:
+    recipe, found, _ = read(tmp_path, f"model: {{{model}}}\nepochs: 1\n")
+    assert recipe.get("model") == expected
+    assert found == {left} - {""}
+
+
+def test_components_of_torchtune_that_change_the_training_are_named(tmp_path: Path) -> None:
+    _, left, text = read(
+        tmp_path,
+        "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer}\n"
+        "loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n"
+        "profiler: {_component_: torchtune.training.setup_torch_profiler}\n"
+        "optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit}\nepochs: 1\n",
+    )
+    assert left == {"quantizer._component_", "loss._component_", "optimizer._component_"}
+    assert "recipes do not name Python classes, and what this one changes is not converted" in text
+    _, left, _ = read(tmp_path, "loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}\nepochs: 1\n")
+    assert not left
+
+
 def test_trl(tmp_path: Path) -> None:
     recipe, left, _ = read(tmp_path, TRL)
     assert recipe["model"] == {"name": "Qwen/Qwen3-0.6B", "lora": {}}
@@ -184,6 +221,50 @@ def test_trl(tmp_path: Path) -> None:
     assert recipe["training"] == {"num_train_epochs": 2, "max_grad_norm": None, "optim": "adamw"}
     assert recipe["measure"] == {"eval_every": 100}
     assert left == {"adam_beta2"}
+
+
+@pytest.mark.parametrize(
+    ("switch", "left", "why"),
+    [
+        ("use_peft: false", {"lora_r", "lora_alpha", "load_in_4bit"}, "use_peft is false"),
+        ("", {"lora_r", "lora_alpha", "load_in_4bit"}, "neither 'use_peft: true' nor 'adapter: lora'"),
+        ("adapter:", {"lora_r", "lora_alpha", "load_in_4bit"}, "adapter is nothing"),
+        ('adapter: ""', {"lora_r", "lora_alpha", "load_in_4bit"}, "adapter is ''"),
+        ("finetuning_type: full", {"lora_r", "lora_alpha", "load_in_4bit"}, "finetuning_type is 'full'"),
+        (
+            "finetuning_type: freeze",
+            {"finetuning_type", "lora_r", "lora_alpha", "load_in_4bit"},
+            "finetuning_type is 'freeze'",
+        ),
+    ],
+)
+def test_keys_of_adapters_are_left_out_if_the_other_tool_trains_all_weights(
+    tmp_path: Path, switch: str, left: set[str], why: str
+) -> None:
+    given = "model_name_or_path: m\nlora_r: 16\nlora_alpha: 32\nload_in_4bit: true\nload_in_8bit: false\n"
+    recipe, found, text = read(tmp_path, f"{switch}\n{given}")
+    assert recipe["model"] == {"name": "m"}
+    assert found == left
+    assert f"#   lora_r: 16: the other tool ignores it, because {'the file has ' * (not switch)}{why}" in text
+    assert "#   load_in_4bit: true: quantised weights are trained only with adapters, but " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adapter: qlora\nload_in_4bit: true\nlora_r: 4", {"quantization": {"type": "nf4"}, "lora": {"r": 4}}),
+        ("use_peft: true\nlora_r: 4\nload_in_4bit: true", {"quantization": {"type": "nf4"}, "lora": {"r": 4}}),
+        ("stage: sft\nlora_rank: 4", {"lora": {"r": 4}}),  # LLaMA-Factory's default
+        ("lora_rank: 4\nlora_alpha: 8", {"lora": {"r": 4, "lora_alpha": 8}}),
+        ("stage: sft\nlearning_rate: 1e-4", {"lora": {}}),
+    ],
+)
+def test_keys_of_adapters_are_converted_if_the_other_tool_uses_them(
+    tmp_path: Path, text: str, expected: dict[str, Any]
+) -> None:
+    recipe, left, _ = read(tmp_path, text)
+    assert recipe["model"] == expected
+    assert not left
 
 
 def find_wrong(recipe: dict[str, Any]) -> list[tuple[int | str, ...]]:
@@ -212,6 +293,27 @@ def test_no_key_with_any_value_makes_a_recipe_that_the_schema_refuses(tmp_path: 
         assert all(len(location) == 1 and f"#   {location[0]}: " in text for location in wrong), (key, wrong)
 
 
+@pytest.mark.parametrize("key", ["val_set_size", "val_size", "test_size"])
+@pytest.mark.parametrize("zero", ["0", "0.0"])
+def test_no_row_is_held_out_if_the_other_tool_holds_out_none(tmp_path: Path, key: str, zero: str) -> None:
+    recipe, left, text = read(tmp_path, f"{key}: {zero}\nlearning_rate: 1e-4\n")
+    assert recipe["dataset"] == {"eval_split": "train"}
+    assert recipe["measure"] == {"eval_examples": 100}
+    assert not left
+    assert "# All rows of the split train are trained: evaluations read some of them again." in text
+    recipe, left, text = read(tmp_path, f"{key}: {zero}\ndataset_test_split: held\n")
+    assert recipe == {"version": 1, "dataset": {"eval_split": "held"}}
+    recipe, left, text = read(tmp_path, f"{key}: {zero}\ndatasets: [{{path: x, split: big}}]\neval_examples: 5\n")
+    assert recipe["dataset"] == {"name": "x", "split": "big", "eval_split": "big"}
+
+
+def test_a_file_without_validation_says_what_is_held_out(tmp_path: Path) -> None:
+    line = "# The file says nothing on validation: SparseBP holds out 10 % of the rows (eval_fraction)."
+    assert line in read(tmp_path, "learning_rate: 1e-4\n")[2]
+    assert line not in read(tmp_path, "learning_rate: 1e-4\nval_size: 0.2\n")[2]
+    assert Recipe.model_fields["dataset"].annotation.model_fields["eval_fraction"].default == 0.1  # type: ignore[union-attr]
+
+
 def test_every_key_is_carried_or_named(tmp_path: Path) -> None:
     _, left, text = read(tmp_path, "learning_rate: 1e-4\nnever_heard: 3\nfsdp_config: {a: 1, b: [2]}\nlogging_dir: x\n")
     assert left == {"never_heard", "fsdp_config.a", "fsdp_config.b"}
@@ -233,13 +335,16 @@ def test_a_second_key_for_the_same_setting_is_named(tmp_path: Path) -> None:
     assert "another key has set dataset.max_seq_length to 512" in text
 
 
-def test_the_recipe_of_local_data_validates(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", ["0.1", "0"])
+def test_the_recipe_of_local_data_validates(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     row = json.dumps({"text": 30 * "Good day to you. "}) + "\n"
     Path("talks.jsonl").write_text(40 * row)
     theirs = "base_model: austen-llama\ndatasets: [{path: talks.jsonl, type: completion}]\nmax_steps: 3\n"
     Path("axolotl.yaml").write_text(
-        theirs + "micro_batch_size: 4\nval_set_size: 0.1\nlearning_rate: 1e-3\nstrict: true\n"
+        theirs + f"micro_batch_size: 4\nval_set_size: {share}\nlearning_rate: 1e-3\nstrict: true\n"
     )
     done = cli("init", "study", "--from", "axolotl.yaml")
     assert done.returncode == 0, done.stderr

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.recipe.foreign_key import ANSWERS, NOT_NEEDED
+from sparsebp_tools.foreign_recipe import convert
 from tests.docs.block import ROOT
 
 PAGE = (ROOT / "docs" / "guide" / "coming-from.md").read_text(encoding="utf-8")
@@ -84,3 +89,78 @@ def test_what_a_recipe_writes_is_a_key_that_it_has(name: str, ours: str) -> None
 def test_a_key_that_a_recipe_lacks_would_be_found() -> None:
     with pytest.raises(KeyError):
         find_field("training.neftune_noise_alpha")
+
+
+# Values of rows whose key takes neither a number nor true.
+VALUES: dict[str, object] = {
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "adam_epsilon": 1e-7,
+    "base_model": "org/model",
+    "chat_template_path": "chat.jinja",
+    "dataset_text_field": "body",
+    "deepspeed": "zero.json",
+    "eval_strategy": "epoch",
+    "fsdp": "full_shard",
+    "label_smoothing_factor": 0.1,
+    "learning_rate": 1e-4,
+    "lora_dropout": 0.1,
+    "lora_modules_to_save": ["lm_head"],
+    "lora_target_modules": ["q_proj"],
+    "lr_scheduler": "cosine",
+    "lr_scheduler_kwargs": {"min_lr": 1e-6},
+    "lr_scheduler_type": "cosine",
+    "metric_for_best_model": "eval_loss",
+    "neftune_noise_alpha": 5.0,
+    "optim": "adamw_torch",
+    "optim_args": {"eps": 1e-7},
+    "optimizer": "adamw_torch",
+    "output_dir": "out",
+    "report_to": "mlflow",
+    "resume_from_checkpoint": "out/checkpoint-1",
+    "run_name": "mine",
+    "save_strategy": "epoch",
+    "train_sampling_strategy": "group_by_length",
+    "val_set_size": 0.2,
+    "weight_decay": 0.1,
+}
+SWITCHES = {"assistant_only_loss", "bf16", "completion_only_loss", "fp16", "gradient_checkpointing", "load_in_4bit"}
+SWITCHES |= {"load_best_model_at_end", "lora_target_linear", "packing", "padding_free", "push_to_hub", "tf32"}
+SWITCHES |= {"sample_packing", "torch_compile", "train_on_inputs", "use_cpu", "use_liger_kernel"}
+# Rows that `init --from` does not convert: their value needs another one, or does not say which. It names the key.
+NAMED = {"adam_beta1", "adam_beta2", "adam_epsilon", "deepspeed", "eval_strategy", "fp16", "fsdp", "report_to"}
+NAMED |= {"load_best_model_at_end", "resume_from_checkpoint", "save_strategy", "tf32"}
+# It packs nothing; the row names the key for chats.
+OTHERS = {"packing": "`policy: lossless`"}
+
+
+def find_value(recipe: Mapping[str, object], path: str) -> object:
+    found: object = recipe
+    for part in path.split("."):
+        assert isinstance(found, Mapping)
+        found = found[part]
+    return found
+
+
+@pytest.mark.parametrize(("name", "ours"), ROWS, ids=[name for name, _ in ROWS])
+def test_init_converts_each_row_to_the_key_that_the_page_names(name: str, ours: str, tmp_path: Path) -> None:
+    value = VALUES.get(name, True if name in SWITCHES else 16)
+    given = {name: value, "adapter": "lora"} if re.match("lora_|load_in", name) else {name: value}
+    (tmp_path / "theirs.json").write_text(json.dumps(given | {"num_workers": 1, "torch_dtype": "bfloat16"}))
+    converted = convert(tmp_path / "theirs.json")
+    recipe, reason = yaml.safe_load(converted.text), converted.left.get(name)
+    if ours == "nothing":
+        assert reason is None
+        assert f"# Recipes need none of these: {name}" in converted.text
+        return
+    written = re.fullmatch(r"`([\w.]+)(?:: (.*))?`", OTHERS.get(name, ours))
+    if written is None or name in NAMED:
+        assert reason is not None
+        assert ours.strip("`").partition(":")[0].replace("none", "no equivalent") in reason
+        return
+    assert reason is None
+    found = find_value(recipe, written[1])
+    if written[2] is None:
+        assert found == {"optim": "adamw", "optimizer": "adamw"}.get(name, value)
+    else:
+        assert found == yaml.safe_load(written[2].replace("NAME", str(value)))

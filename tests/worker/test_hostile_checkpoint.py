@@ -156,3 +156,19 @@ def test_a_worker_refuses_a_hostile_checkpoint_in_one_line(
     assert "\n" not in end["text"]
     assert "Traceback" not in run_again.log_file.read_text()
     assert not (tmp_path / "canary").exists()
+
+
+def test_a_checkpoint_whose_weight_decay_had_other_parameters_is_refused(tiny_recipe: Any, prepared: Any) -> None:
+    training = {"max_steps": 2, "weight_decay": 0.1, "weight_decay_of": "matrices"}
+    recipe = tiny_recipe(training=training, checkpoint={"every": 1, "keep_last": 1})
+    run, run_again = prepared(recipe), prepared(recipe)
+    assert work(run) == 0
+    shutil.copytree(run.path / "checkpoints", run_again.path / "checkpoints")
+    (place,) = (run_again.path / "checkpoints").iterdir()
+    matrices, others = json.loads((place / "state.json").read_text())["optimizer_groups"]
+    others["params"].insert(0, matrices["params"].pop())
+    state(optimizer_groups=[matrices, others])(place)
+    seal_again(place)
+    assert work(run_again) in {1, 2}
+    text = History.load(run_again.path).ends[-1]["text"]
+    assert "other parameters had weight decay (training.weight_decay_of)" in text

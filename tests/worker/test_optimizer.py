@@ -7,13 +7,26 @@ import inspect
 import math
 import sys
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import SchedulerType, Trainer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    SchedulerType,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from sparsebp_cli.backward.patch.rewind import capture_rng
@@ -333,16 +346,32 @@ def test_adalomo_refuses_what_is_larger_than_a_matrix() -> None:
         make("adalomo", [nn.Parameter(torch.ones(2, 3, 4))])
 
 
-def test_decay_of_matrices_leaves_out_what_the_trainer_leaves_out() -> None:
-    for name in ("llama", "gpt2-tied"):
-        model = MODELS[name]()
-        optimizer = build_optimizer(TrainingSection(weight_decay=0.1, weight_decay_of="matrices"), model)
-        names = {id(parameter): key for key, parameter in model.named_parameters()}
-        decays = {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-        expected = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-        assert decays == expected & set(names.values()), name  # a tied weight has a second name
-        assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
-        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1, 0.0}
+SMALL_MODEL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2}
+WITH_HEADS = SMALL_MODEL | {"num_attention_heads": 2, "intermediate_size": 32}
+# A vector of Mamba that is no norm, a norm with an unusual name, and biases that are matrices.
+DECAYED: dict[str, Callable[[], nn.Module]] = {
+    "llama": MODELS["llama"],
+    "gpt2-tied": MODELS["gpt2-tied"],
+    "mamba": lambda: MambaForCausalLM(MambaConfig(**SMALL_MODEL, state_size=4)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2)),
+    "xlnet": lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=32, d_model=16, n_layer=2, n_head=2, d_inner=32)),
+    "dora": lambda: get_peft_model(
+        LlamaForCausalLM(LlamaConfig(**WITH_HEADS)), LoraConfig(r=2, use_dora=True, target_modules=["q_proj"])
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft on a newer transformers
+@pytest.mark.parametrize("name", DECAYED)
+def test_decay_of_matrices_leaves_out_what_the_trainer_leaves_out(name: str) -> None:
+    model = DECAYED[name]()
+    optimizer = build_optimizer(TrainingSection(weight_decay=0.1, weight_decay_of="matrices"), model)
+    names = {id(p): key for key, p in model.named_parameters() if p.requires_grad}
+    decays = {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    expected = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    assert decays == expected & set(names.values())  # a tied weight has a second name
+    assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == ({0.1} if name == "dora" else {0.1, 0.0})
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ TELLING = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "
 # Keys of the table in ``foreign_key`` whose values mean something else than those of the recipe's key.
 OTHER_VALUES = {"do_eval", "eval_strategy", "evals_per_epoch", "evaluation_strategy", "report_to", "save_strategy"}
 OTHER_VALUES |= {"precision", "saves_per_epoch", "stage", "template"}
+OF_ADAPTERS = re.compile(r"lora|dora|^peft_")
+EVALUATED = 100  # examples that an evaluation reads if no row is held out: it would otherwise read all
+QUANTIZERS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
+OF_LLAMA_FACTORY = {"stage", "cutoff_len", "lora_rank", "lora_target"}  # it trains LoRA unless the file says otherwise
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,18 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
             f"--from {file}: must be a mapping of keys, such as a config file of axolotl, TRL, LLaMA-Factory or "
             "torchtune"
         )
-    settings: Settings = {}
+    settings: Settings = {**LORA} if "stage" in found and "finetuning_type" not in found else {}  # LLaMA-Factory
     left: dict[str, str] = {}
     needless: list[str] = []
+    ignored = _find_ignored(found)
     for key, value in _find_leaves(found):
-        if key not in RULES and key.rpartition(".")[2] in NOT_NEEDED:
+        if key in ignored and value not in (None, "", False):
+            left[key] = f"{shorten(show(value), 40)}: {ignored[key]}"
+        elif key not in RULES and key.rpartition(".")[2] in NOT_NEEDED:
             needless.append(key)
         elif reason := _carry(key, value, settings):
             left[key] = f"{shorten(show(value), 40)}: {reason}"
+    _train_all(settings)
     for key in ("model.name", "dataset.name"):
         if isinstance(settings.get(key), str):
             settings[key] = locate(settings[key])
@@ -80,6 +88,18 @@ def convert(file: Path, locate: Callable[[str], str] = str) -> Converted:
     if not recipe:
         raise UsageError(f"--from {file}: no key of this file can be converted to a key of a recipe")
     return Converted(_write(recipe, left, needless, file), left)
+
+
+def _find_ignored(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys on adapters that the other tool does not use because it trains all weights, with the reason."""
+    on = {"adapter": bool, "use_peft": bool, "finetuning_type": lambda value: value in (None, "lora")}
+    given = [key for key in on if key in found]
+    if any(on[key](found[key]) for key in given) or not (given or OF_LLAMA_FACTORY.isdisjoint(found)):
+        return {}
+    why = " and ".join(f"{key} is {show(found[key])}" for key in given)
+    why = why or "the file has neither 'use_peft: true' nor 'adapter: lora'"
+    reasons = {key: f"the other tool ignores it, because {why}" for key in found if OF_ADAPTERS.search(key)}
+    return reasons | dict.fromkeys(QUANTIZERS, f"quantised weights are trained only with adapters, but {why}")
 
 
 def _find_leaves(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -114,6 +134,8 @@ def _carry(key: str, value: Any, settings: Settings) -> str:
     else:
         more = None
     if more is None:
+        if leaf == "_component_":
+            return "recipes do not name Python classes, and what this one changes is not converted"
         name = "stage" if key == "datasets.type" else "datasets" if leaf.startswith("dataset") else leaf
         text = answer(name) or "recipes have no such key"
         return text if rule is None else f"recipes have another kind of value here; {text}"
@@ -155,9 +177,16 @@ def _norm(value: Any) -> Settings:
 
 
 def _share(value: Any) -> Settings | None:
-    if isinstance(value, float) and 0 < value < 1:
-        return {"dataset.eval_fraction": value}
-    return {} if value == 0 else None
+    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+    return {"dataset.eval_fraction": value} if is_share else None
+
+
+def _train_all(settings: Settings) -> None:
+    """Replace a fraction of 0, which recipes do not have, by an evaluation of the training split."""
+    if settings.get("dataset.eval_fraction") == 0:
+        del settings["dataset.eval_fraction"]
+        if settings.setdefault("dataset.eval_split", split := settings.get("dataset.split", "train")) == split:
+            settings.setdefault("measure.eval_examples", EVALUATED)
 
 
 def _count(value: Any) -> Settings | None:
@@ -177,6 +206,21 @@ def _modules(value: Any) -> Settings | None:
     if not isinstance(names, list):
         return None
     return {"model.lora.target_modules": [str(name).strip() for name in names]}
+
+
+def _builder(value: Any) -> Settings | None:
+    """Read torchtune's function for a model: of plain weights, or with adapters on plain or quantised weights."""
+    family, _, name = str(value).removeprefix("torchtune.models.").partition(".")
+    plain = re.sub(r"^q?lora_", "", name)
+    if not plain.startswith(family) or re.search(r"vision|classifier|reward", name):
+        return None
+    if plain == name:
+        return {}
+    return LORA | ({"model.quantization.type": "nf4"} if name.startswith("q") else {})
+
+
+def _loss(value: Any) -> Settings | None:
+    return {} if re.search(r"CE|CrossEntropy", str(value)) else None  # of preferences and distillation: another task
 
 
 def _optimizer(value: Any) -> Settings | None:
@@ -211,6 +255,11 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "optimizer": _optimizer,
     "optim": _optimizer,
     "optimizer._component_": _optimizer,
+    "model._component_": _builder,
+    "loss._component_": _loss,
+    "quantizer._component_": _either({}),  # trains with rounded weights
+    "model.quantize_base": _either({True: {"model.quantization.type": "nf4"}, False: {}}),
+    "model.use_dora": lambda value: {"model.lora.use_dora": value},
     "lr_scheduler": _schedule,
     "lr_scheduler_type": _schedule,
     "lr_scheduler._component_": _schedule,
@@ -244,6 +293,9 @@ RULES: dict[str, Callable[[Any], Settings | None]] = {
     "max_samples": lambda value: {"dataset.max_examples": value},
     "val_set_size": _share,
     "val_size": _share,
+    "test_size": _share,
+    "per_device_eval_batch_size": lambda value: {"measure.per_device_eval_batch_size": value},
+    "train_sampling_strategy": _either({"group_by_length": {"training.group_by": "length"}, "random": {}}),
     "stage": _either({"sft": {}}),
     "eval_strategy": _either({"steps": {}}),
     "save_strategy": _either({"steps": {}}),
@@ -305,6 +357,11 @@ def _write(recipe: dict[str, Any], left: Mapping[str, str], needless: Sequence[s
     absent += [] if "max_seq_length" in recipe.get("dataset", {}) else ["max_seq_length"]
     if absent:
         lines.append(f"# The file sets no {', '.join(absent)}: SparseBP's defaults hold, not the other tool's.")
+    data = recipe.get("dataset", {})
+    if data.get("eval_split") == data.get("split", "train"):
+        lines.append(f"# All rows of the split {data['eval_split']} are trained: evaluations read some of them again.")
+    elif not {"eval_split", "eval_fraction"} & set(data):
+        lines.append("# The file says nothing on validation: SparseBP holds out 10 % of the rows (eval_fraction).")
     if recipe.get("policy") == "lossless":
         lines.append("# lossless skips padding; a batch has per_device_train_batch_size examples, not packed rows.")
     for part, key in (("model", "name"), ("dataset", "name"), ("dataset", "format")):

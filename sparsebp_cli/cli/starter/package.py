@@ -11,8 +11,7 @@ NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def make_package(name: str) -> dict[str, str]:
-    """Return the files of a package that offers a policy with this name. Raise ``UsageError`` if a policy cannot have
-    it."""
+    """Return the files of a package that offers a policy with this name. Raise ``UsageError`` for an invalid name."""
     if not NAME.fullmatch(name):
         raise UsageError(
             f"the name of a policy must be lower-case words and digits, joined by single hyphens, got {name!r}"

@@ -29,8 +29,7 @@ def make_headline(comparison: Comparison) -> str:
 
 
 def find_main(group: Group) -> list[Statement]:
-    """Return the statement on quality, and for an exact policy also those on cost and step time. All are over all
-    steps."""
+    """Return the statement on quality, and for an exact policy those on cost and step time, over all steps."""
     quality = group.find("quality")
     saved = (group.find("cost"), group.find("step time")) if quality and quality.outcome == "exact" else ()
     return [one for one in (quality, *saved) if one is not None and (one.numbers or one is quality)]
