@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "index without a map": (content(INDEX, "{}"), "weight_map must map tensor names"),
     "adapter of another model": (
         settings("adapter_config.json", peft_type="LORA", base_model_name_or_path="/etc", auto_mapping={
-            "base_model_class": "M", "parent_library": "modeling_evil"}), "of another model"),
+            "base_model_class": "M", "parent_library": "modeling_evil"}), "is an adapter"),
     "deep generation config": (content("generation_config.json", DEEP), "RecursionError"),
     "generation config of 1 GiB": (instead("generation_config.json", grow), "at most 268435456 bytes"),
     "odd generation config": (settings("generation_config.json", watermarking_config={"a": 1}), "Watermarking"),
