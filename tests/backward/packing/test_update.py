@@ -472,7 +472,7 @@ def test_what_is_held_has_the_same_bits_in_the_first_update_as_later() -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_are_cleared_between_micro_batches_are_cleared_at_shared_prefixes(to_none: bool) -> None:
+def test_gradients_cleared_between_micro_batches_are_cleared_at_shared_prefixes(to_none: bool) -> None:
     model, batches = build(), split(make_rows(), 3, "answers")
     plain = copy.deepcopy(model)
     with attach(model) as engine:
