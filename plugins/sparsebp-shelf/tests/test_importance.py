@@ -249,3 +249,11 @@ def test_everything_kept_is_dense_bit_for_bit() -> None:
 def test_its_control_draws_as_many_uniformly() -> None:
     assert Importance(keep=0.25).control == {"name": "uniform", "start": 0, "end": 1, "interrupt": 0, "keep": 0.25}
     assert Importance(keep=1.0).control is None
+
+
+def test_a_step_that_diverged_does_not_decide_later_ones() -> None:
+    policy = Importance(keep=0.5)
+    state = {"gain": torch.tensor(1.5, dtype=torch.float64)}
+    for value in (float("nan"), float("inf")):
+        assert policy.observe(state, {"gain": {"0": torch.tensor(value)}}, Step(0)) == state
+    assert policy.observe(state, {"gain": {"0": torch.tensor(2.5)}}, Step(0))["gain"] == pytest.approx(1.6)

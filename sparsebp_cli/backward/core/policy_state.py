@@ -136,7 +136,7 @@ class PolicyStates:
 
     def wanted(self, policy: Policy, step: Step) -> Sequence[Collection[str] | TrialPass]:
         """Return the trial passes that a policy requests before a step."""
-        return policy.wants_trials(self.show(policy, step)) if isinstance(policy, Stateful) else ()
+        return policy.at(step).wants_trials(self.show(policy, step)) if isinstance(policy, Stateful) else ()
 
     def end_trial(self, policy: Policy) -> Observation:
         """Return the policy's observation of the trial pass, with its measures of the parameters' gradients."""
@@ -153,7 +153,7 @@ class PolicyStates:
         assert isinstance(policy, Stateful)
         number = self._numbers[id(policy)]
         with torch.no_grad():
-            self._replace(number, policy.observe_trials(self._states[number], observations, step))
+            self._replace(number, policy.at(step).observe_trials(self._states[number], observations, step))
 
     def _replace(self, number: str, values: Values) -> None:
         policy, before = self._policies[number], self._states[number]

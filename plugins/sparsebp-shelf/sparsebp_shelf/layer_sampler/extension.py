@@ -70,7 +70,7 @@ class LayerExtension(TrialExtension):
         norm_B = choice.norm(grad.reshape(len(grad), -1), 1)
         if self._states.watches(policy, LayerGradient):
             self._states.see(policy, LayerGradient(str(output.layer), self._states.unscale(norm_B)), step)
-        return policy.sample(norm_B, output, step)
+        return policy.at(step).sample(norm_B, output, step)
 
     def check_shape(self, hidden: Tensor) -> None:
         """Raise an error unless the first dimension of an output is that of the examples."""

@@ -100,7 +100,8 @@ class Importance(Stateful[object], KeptExamples):
         found = [value.to(gain) for value in observation["gain"].values()]
         if not found:
             return state
-        return {"gain": self.smoothing * gain + (1.0 - self.smoothing) * torch.stack(found).mean()}
+        mean = torch.stack(found).mean()  # not finite in a step that diverged, which must not decide later ones
+        return {"gain": torch.where(mean.isfinite(), self.smoothing * gain + (1.0 - self.smoothing) * mean, gain)}
 
     def is_weighing(self, step: Step) -> bool:
         """Return whether the gain of earlier steps exceeds the cost of drawing by gradients."""
