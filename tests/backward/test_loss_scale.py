@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.core.loss_scale import ScaleFinder, remove_scale
 from sparsebp_cli.errors import SparseBPError, UnsupportedError
-from sparsebp_cli.policy import FoundPolicy, Stateful, make_policy
+from sparsebp_cli.policy import FoundPolicy, Measure, ReadTokens, ScoredTokenSelector, Stateful, make_policy
 from sparsebp_cli.policy.discovery import make_policies
 from tests.backward.families import tiny_decoder
 from tests.backward.test_policy_state import Momentum
@@ -230,3 +230,48 @@ def test_lossless_in_float16_with_accumulation_updates_as_dense_does(
         torch.testing.assert_close(one, two, rtol=0, atol=max(0.02 * moved, 1e-6), msg=lambda m, p=name: f"{p}: {m}")
     finite = [number for number in range(4) if number != overflow]
     assert [mine[n] for n in finite] == pytest.approx([norms[n] for n in finite], rel=0.01)
+
+
+class Counting(Stateful, ScoredTokenSelector):
+    """Counts the targets of all forwards of a step."""
+
+    unbiased = property(lambda _: False)
+    needs = property(lambda _: frozenset({"loss"}))
+    observes = property(lambda _: frozenset({ReadTokens}))
+
+    def init(self, places: Any, /) -> dict[str, Any]:
+        return {"found": torch.zeros(9), "steps": 0}
+
+    def measure(self, seen: Any, step: Any) -> dict[str, Measure]:
+        return {"targets": Measure(seen.tokens.target_BT.sum().float(), fold="sum")}
+
+    def observe(self, state: Any, observation: Any, step: Any) -> dict[str, Any]:
+        found = state["found"].clone()
+        found[state["steps"]] = sum(observation["targets"].values())
+        return {"found": found, "steps": state["steps"] + 1}
+
+    def score_tokens(self, tokens: Any, step: Any) -> Tensor:
+        scores: Tensor = tokens.scores["loss"]
+        return scores
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_a_dropped_step_leaves_nothing_of_its_forwards(fused: bool, dropped: int) -> None:
+    model = tiny_decoder("llama").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with sbp.attach(model, [Counting(keep=0.5)], optimizer=optimizer) as engine:
+        for number in range(4):
+            for _ in range(2):
+                loss = model(**_batch(0)).loss * (float("inf") if number == dropped else 1.0)
+                engine.backward(scaler.scale(loss))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        state = engine.state_dict()
+    assert state["index"] == 3
+    values = {name.rpartition("/")[2]: value for name, value in state["policy_state"].items()}
+    assert values["steps"] == 3
+    assert values["found"][:3].unique().numel() == 1
+    assert values["found"][0] > 0

@@ -85,7 +85,10 @@ class Clock:
     def _count_draw(self) -> None:
         self.num_draws += 1
 
-    def _advance(self, *_: object) -> None:
+    def _advance(self, optimizer: object = None, *_: object) -> None:
+        # A scaler calls the step of a fused optimizer even if it drops the step, and tells it so.
+        if (found_inf := getattr(optimizer, "found_inf", None)) is not None and float(found_inf):
+            return
         self._on_end(self.now())
         self.go_to(self.index + 1, 0)
 

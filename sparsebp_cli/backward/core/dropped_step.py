@@ -27,18 +27,20 @@ class ScaledSteps:
         self._value = 0.0  # value of the scale in the last pass
         self._restore: Callable[[], None] | None = None  # restores the state before the step
 
+    def start_step(self) -> None:
+        """Remember the states before the first forward of a step, which may be measured."""
+        self._restore = self._states.remember() if self._states else None
+
     def start_pass(self, scale: Tensor | float | None) -> None:
         """Begin a pass of training with a scale; None: the loss is not scaled."""
         if scale is None or not self._states:
-            self._scale = self._restore = None
+            self._scale = None
             return
         if self._hook is None:  # decisions in a forward must come after the restore, since they repeat the dropped step
             self._hook = self._model.register_forward_pre_hook(lambda *_: self.settle())
         value = float(scale)  # waits for the device; the scaler does so at each step, too
         self._take_back(value)
         self._scale, self._value = scale, value
-        if self._restore is None or self._clock.micro_batch == 0:
-            self._restore = self._states.remember()
 
     def settle(self) -> None:
         """Undo the effects of a dropped step, before a forward or before the state is saved."""
@@ -62,5 +64,4 @@ class ScaledSteps:
     def _take_back(self, value: float) -> None:
         if self._restore is not None and value < self._value and self._may_be_dropped:
             self._restore()
-            self._restore = None
             self._clock.go_to(self._clock.index, 0)  # the step begins again

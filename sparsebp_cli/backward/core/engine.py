@@ -567,6 +567,7 @@ class Engine:
     def _start_step(self, step: Step) -> None:
         for extension in self.extensions:
             extension.start_step(step)
+        self._scaled.start_step()
 
     def _note_batch(self, sizes: frozenset[int]) -> None:
         self.batch_sizes = sizes
