@@ -528,3 +528,13 @@ def test_an_interrupted_update_does_not_stop_other_optimizers() -> None:
         engine.expect(batches)
         engine.backward(model(**batches[0]).loss)
     own.step()  # the engine is detached
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_comparison_runs_no_hook_of_a_parameter(verify: str) -> None:
+    model, batch, calls = build(), split(make_rows(), 12, "answers")[0], []
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda _: calls.append(1))
+    with attach(model, prefixes="share", verify=verify) as engine:
+        for number in range(3):
+            engine.backward(model(**batch).loss)
+            assert len(calls) == number + 1

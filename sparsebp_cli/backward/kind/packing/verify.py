@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebp_cli.backward.kind.packing.batch import Counts, PackedBatch
 from sparsebp_cli.backward.kind.packing.head import states_of
+from sparsebp_cli.backward.observe.internals import without_hooks
 
 # Relative errors of the whole gradient that rounding explains, by the coarsest dtype in the computation. Wrong masks or
 # positions cause errors above 1e-2 in every dtype.
@@ -177,10 +178,11 @@ def _compare_gradients(
 ) -> Check:
     """Compare two computations of one loss: their gradients for ``leaves``, and the outputs that each has appended.
 
-    This does not change ``.grad``, and calls no hook on it.
+    This does not change ``.grad``, and calls no hook of the leaves, which may count or change gradients.
     """
-    expected = torch.autograd.grad(plain(), leaves, allow_unused=True)
-    got = torch.autograd.grad(packed(), leaves, allow_unused=True)
+    with without_hooks(leaves):
+        expected = torch.autograd.grad(plain(), leaves, allow_unused=True)
+        got = torch.autograd.grad(packed(), leaves, allow_unused=True)
     squares, norm = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for one, other in zip(expected, got, strict=True):
         if one is None and other is None:
