@@ -36,8 +36,9 @@ def _package(name: str) -> Callable[[LoadedRun], object]:
 
 
 def _packages(environment: Mapping[str, object]) -> Mapping[str, object]:
-    packages = environment.get("packages")
-    return packages if isinstance(packages, Mapping) else {}
+    """Return the versions of libraries and of packages with policies."""
+    parts = (environment.get("packages"), environment.get("plugins"))
+    return {name: version for part in parts if isinstance(part, Mapping) for name, version in part.items()}
 
 
 def _forms(run: LoadedRun) -> str | None:
@@ -96,7 +97,11 @@ def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound
     """Return all properties outside the recipe in which counting runs differ, between groups or within one. ``members``
     maps a group's label to its counting runs. Runs without a value are left out of its entry."""
     found = []
-    for name, source in SOURCES.items():
+    environments = [
+        environment for runs in members.values() for run in runs for environment in run.history.environments
+    ]
+    plugins = sorted({name for one in environments for name in _packages({"plugins": one.get("plugins")})})
+    for name, source in (SOURCES | {name: _package(name) for name in plugins}).items():
         values: dict[str, dict[str, None]] = {}
         for label, runs in members.items():
             for run in runs:

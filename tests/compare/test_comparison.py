@@ -397,3 +397,12 @@ def test_the_summary_of_a_run_and_the_comparison_show_the_same_cosine(make_run: 
     (group,) = compare_runs([run]).groups
     assert group.cost.cosine == 0.7  # of 0.3595, 0.644, 0.7, 0.9 and 0.9
     assert told == "cosine 0.7000 (medians of 5 steps)"
+
+
+def test_another_version_of_a_package_with_policies_is_a_confound(make_run: MakeRun) -> None:
+    runs = [
+        make_run("a", seed, environment={"plugins": {"halves": version}}) for seed, version in enumerate(("1.0", "2.0"))
+    ]
+    runs.append(make_run("b", environment={"plugins": {"halves": "1.0", "thirds": "3.0"}}, **TOPK))
+    found = {one.name: one.values for one in compare_runs(runs).confounds}
+    assert found == {"halves": (("1.0", ("a", "b")), ("2.0", ("a",)))}
