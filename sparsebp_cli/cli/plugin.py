@@ -53,12 +53,12 @@ def find_verbs() -> Mapping[str, VerbEntry]:
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
             found[entry.name] = entry.load()
-        except Exception as error:  # a package may fail in any way
+        except (Exception, SystemExit) as error:  # a package may fail in any way
             note_broken(entry.name, error)
     return found
 
 
-def note_broken(verb: str, error: Exception) -> None:
+def note_broken(verb: str, error: BaseException) -> None:
     """Record why a command is missing, for users who call it."""
     BROKEN[verb] = " ".join(f"{type(error).__name__}: {error}".split())
 
@@ -68,5 +68,5 @@ def load_verbs() -> Iterator[tuple[str, VerbEntry, Callable[..., None]]]:
     for name, entry in find_verbs().items():
         try:
             yield name, entry, entry.load()
-        except Exception as error:  # a package may fail in any way
+        except (Exception, SystemExit) as error:  # a package may fail in any way
             note_broken(name, error)

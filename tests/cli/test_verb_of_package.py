@@ -110,3 +110,14 @@ def find_runnable(name: str) -> bool:
         return found is not None and (not found.submodule_search_locations or find_spec(f"{name}.__main__") is not None)
     except ModuleNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit('no licence')", "raise RuntimeError('no licence')"])
+def test_a_package_that_ends_at_import_stops_no_other_command(
+    code: str, offered: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends_at_import.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    offered(ends="ends_at_import:VERB")
+    assert [*plugin.load_verbs()] == []
+    assert "no licence" in plugin.BROKEN["ends"]
