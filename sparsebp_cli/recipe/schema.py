@@ -526,6 +526,8 @@ class TrainingSection(Section):
             if not 0.0 <= value < most:
                 limit = f" and below {most:g}" if most < math.inf else ""
                 raise ValueError(f"lr_scheduler_kwargs.{name}: must be at least 0{limit}, got {value:g}")
+        if kind == "polynomial" and self.num_train_epochs is None and self.num_warmup_steps == self.max_steps:
+            raise ValueError(f"polynomial needs a step after the warm-up: lower warmup_steps ({self.warmup_steps:g})")
         if kind == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
             raise ValueError("cosine_with_min_lr needs exactly one of min_lr and min_lr_rate in lr_scheduler_kwargs")
         return self

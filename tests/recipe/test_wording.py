@@ -312,3 +312,11 @@ def test_a_name_that_stands_for_two_parts_of_an_example_or_none_is_refused(
 def test_names_of_other_parts_may_be_exchanged(columns: str) -> None:
     form = "completion" if "prompt" in columns else "text" if "text" in columns else "chat"
     assert DatasetSection(name="a", format=form, columns=yaml.safe_load(columns)).format == form
+
+
+def test_a_polynomial_schedule_needs_a_step_after_its_warm_up() -> None:
+    section = {"lr_scheduler_type": "polynomial", "max_steps": 8}
+    for steps in (0.9, 8):
+        with pytest.raises(ValueError, match="polynomial needs a step after the warm-up: lower warmup_steps"):
+            TrainingSection.model_validate(section | {"warmup_steps": steps})
+    assert TrainingSection.model_validate(section | {"warmup_steps": 0.5}).num_warmup_steps == 4
