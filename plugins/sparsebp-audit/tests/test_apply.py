@@ -228,11 +228,16 @@ def test_a_hook_of_the_script_that_would_see_rows_is_named() -> None:
     assert "'lm_head'" in refusal_of(model)
 
 
-def _watch(*, clip: bool = False, late: bool = False) -> tuple[nn.Sequential, Application, list[Any]]:
+def _watch(
+    *, clip: bool = False, late: bool = False, hooked: bool = False
+) -> tuple[nn.Sequential, Application, list[Any]]:
     """Watch three steps of a model whose optimizer forgot the first layer, and apply."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizers: list[Any] = [torch.optim.SGD(model[1].parameters(), lr=0.1)]
+    if hooked:
+        for parameter in model[0].parameters():
+            parameter.register_hook(lambda _: None)
     if late:
         optimizers.append(torch.optim.SGD(model[0].parameters(), lr=0.1))
     with Watcher(steps=3) as watcher:
@@ -262,7 +267,11 @@ def test_a_forgotten_parameter_is_switched_off_until_an_optimizer_gets_it() -> N
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"clip": True}, "gradient clipping"), ({"late": True}, "an optimizer that has not stepped yet holds some")],
+    [
+        ({"clip": True}, "gradient clipping"),
+        ({"hooked": True}, "hooks of the script"),
+        ({"late": True}, "an optimizer that has not stepped yet holds some"),
+    ],
 )
 def test_a_gradient_that_may_be_read_stays_on(options: dict[str, bool], why: str) -> None:
     model, application, _ = _watch(**options)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebp_audit.auditor.hook import FunctionPatches
+from sparsebp_audit.auditor.hook import OF_PARAMETERS, FunctionPatches
 from sparsebp_audit.auditor.judge import judge_leaves
 from sparsebp_audit.auditor.operation import AGAIN
 from sparsebp_audit.auditor.runner import is_flat, is_sharded
@@ -198,8 +198,11 @@ class Application:
         held = {id(p) for optimizer in _live_optimizers() for group in optimizer.param_groups for p in group["params"]}
         free = [name for name in names if id(by_name[name].tensor) not in held]
         measured = session.watch.gradient_reads.measured_elsewhere
-        used = [name for name in free if by_name[name].bit & measured]
+        tensors = {name: by_name[name].tensor for name in free}
+        hooked = [name for name in free if any(getattr(tensors[name], kind, None) for kind in OF_PARAMETERS)]
+        used = [name for name in free if by_name[name].bit & measured or name in hooked]
         why = "gradient clipping, or something else that computes a norm, reads these gradients" if used else ""
+        why = "hooks of the script read these gradients" if hooked else why
         if len(free) < len(names):
             why = "an optimizer that has not stepped yet holds some of these parameters"
         return [name for name in free if name not in used], why

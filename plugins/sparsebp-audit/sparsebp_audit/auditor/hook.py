@@ -40,7 +40,7 @@ class FunctionPatches:
 
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OURS = ("sparsebp_cli", "torch", "accelerate")  # hooks of these libraries are not findings
 
 
@@ -90,7 +90,7 @@ class Hooks:
 
     def wrap_hooks(self, modules: list[nn.Module], parameters: list[Tensor]) -> None:
         """Wrap every hook of these modules and parameters that is not wrapped yet."""
-        for owners, names in ((modules, _OF_MODULES), (parameters, _OF_PARAMETERS)):
+        for owners, names in ((modules, _OF_MODULES), (parameters, OF_PARAMETERS)):
             for owner in owners:
                 for name in names:
                     hooks = getattr(owner, name, None)
