@@ -71,7 +71,7 @@ def test_the_same_values_are_chosen_from_the_archived_trials(archive: Path) -> N
     assert found["is_as_chosen"]
     assert f"The study has {found['num_trials']} trials" in SAID
     rate, batch = found["notes"]
-    at_edge = "is the least of its grid, which the study extended 1 times"
+    at_edge = "is the least of its grid (extended 1x)"
     assert batch.endswith(f"training.per_device_train_batch_size=1 {at_edge}")
     assert rate.endswith(f"training.learning_rate=0.0003333 {at_edge}")
     arms, slow = (len(note.partition(":")[0].split(",")) for note in (batch, rate))

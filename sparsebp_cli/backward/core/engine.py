@@ -87,7 +87,8 @@ class Engine:
         # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, PassRunner)), None)
-        self._reads_scale = decisions.has_selectors or bool(self.states) or self.eager is not None
+        self._has_states = bool(self.states)
+        self._reads_scale = decisions.has_selectors or self._has_states or self.eager is not None
         self._scales, self._scaled = ScaleFinder(), ScaledSteps(model, self._clock, self.states)
         self._freezes = any("frozen" in extension.hooks for extension in self.extensions)
         self._trials = Trials(model, self.states, self.extensions)
@@ -567,7 +568,8 @@ class Engine:
     def _start_step(self, step: Step) -> None:
         for extension in self.extensions:
             extension.start_step(step)
-        self._scaled.start_step()
+        if self._has_states:
+            self._scaled.start_step()
 
     def _note_batch(self, sizes: frozenset[int]) -> None:
         self.batch_sizes = sizes

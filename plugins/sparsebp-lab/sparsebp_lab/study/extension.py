@@ -60,7 +60,7 @@ def extend(loaded: LoadedStudy, tuned: Sequence[Tuned]) -> tuple[LoadedStudy, li
                 added.setdefault(key, []).append(new)
             elif at:
                 at_edge = f"{', '.join(at)}: the best {key}={edge} is the {name} of its grid"
-                stays.append(f"{at_edge}, which the study extended {more} times")
+                stays.append(f"{at_edge} (extended {more}x)")
     if not added:
         return loaded, stays
     try:
