@@ -104,7 +104,7 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
 def _set_options(training: Restorable, then: Seal | None, options: list[dict[str, Any]]) -> None:
     """Set the optimizer's options as the recipe asks now: a loaded state brings back those of the checkpoint."""
     before: Any = then.recipe["training"] if then is not None else {}
-    names = (*before.get("optim_args", ()), *training.plan.recipe.training.optim_args)
+    names = (*(before.get("optim_args") or ()), *training.plan.recipe.training.optim_args)
     asked = {"initial_lr", "weight_decay", *names}
     for group, now in zip(training.optimizer.param_groups, options, strict=True):
         group["lr"] *= now["initial_lr"] / group["initial_lr"]  # 1.0 unless the learning rate changed
