@@ -31,7 +31,7 @@ def water_fill(score_N: Tensor, num_kept: int) -> Tensor:
     """Return inclusion probabilities ``min(1, c * score)``, with the ``c`` for which they sum to ``num_kept``.
 
     Scores below about 1e-12 of the largest are raised to it, so that each row may be drawn and no weight is infinite.
-    NaN counts as 0, infinity as the largest finite number.
+    NaN counts as infinity: such a row is drawn with certainty, so that the gradient is NaN as without selection.
 
     Args:
         score_N: Scores, at least 0, such as the product of the norms of the two rows that are multiplied.
@@ -47,7 +47,7 @@ def water_fill(score_N: Tensor, num_kept: int) -> Tensor:
 
     _check(score_N, num_kept)
     number = score_N.numel()
-    score_N = score_N.double().nan_to_num(0.0).clamp(min=0.0)
+    score_N = score_N.double().nan_to_num(torch.inf).nan_to_num().clamp(min=0.0)
     largest = score_N.max().clamp(min=torch.finfo(torch.float64).tiny)
     grid = 1 << _bits(number)
     level_N = (score_N / largest * grid).long().clamp(min=1)

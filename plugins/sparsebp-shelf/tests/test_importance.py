@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import UnsupportedError
@@ -257,3 +262,41 @@ def test_a_step_that_diverged_does_not_decide_later_ones() -> None:
     for value in (float("nan"), float("inf")):
         assert policy.observe(state, {"gain": {"0": torch.tensor(value)}}, Step(0)) == state
     assert policy.observe(state, {"gain": {"0": torch.tensor(2.5)}}, Step(0))["gain"] == pytest.approx(1.6)
+
+
+def test_an_example_whose_loss_is_no_number_is_drawn() -> None:
+    model, arguments = tiny_decoder("llama"), batch()
+    unused = int(arguments["input_ids"][1, 3])
+    arguments["input_ids"][arguments["input_ids"] == unused] = 3
+    arguments["input_ids"][1, 3] = unused
+    with torch.no_grad():
+        model.get_input_embeddings().weight[unused] = torch.nan
+    for draw in range(10):
+        loss, _ = train(model, arguments, Importance(keep=0.3, **ALWAYS), draw)
+        assert loss != loss
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_positions_of_three_axes_go_with_their_examples(number: int) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    config = Qwen2VLConfig(text_config={**text, **heads, "rope_parameters": rope}, vision_config=vision)
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(config).train()
+    ids = torch.randint(3, 60, (number, 12))
+    arguments = {"input_ids": ids, "labels": ids, "position_ids": torch.randint(0, 30, (3, number, 12))}
+    policy = Weighted(index=[0, 2], weight=[0.5, 0.3])
+    found = train(model, arguments, policy)
+    rows = [
+        {
+            name: value[:, row : row + 1] if value.ndim == 3 else value[row : row + 1]
+            for name, value in arguments.items()
+        }
+        for row in policy.index
+    ]
+    model.zero_grad(set_to_none=True)
+    loss = sum(weight / number * model(**one).loss for weight, one in zip(policy.weight, rows, strict=True))
+    loss.backward()
+    assert_same(found, (float(loss.detach()), gradients(model)))

@@ -234,7 +234,9 @@ def test_a_round_needs_as_many_micro_batches_as_it_measures() -> None:
     engine.backward(loss_of(model, data[0]))
     optimizer.step()
     assert engine.count_trial_batches() == 2
-    with pytest.raises(UsageError, match=r"needs 2 micro-batches for its trial passes, got 1: pass 1 of them as others in engine"):
+    with pytest.raises(
+        UsageError, match=r"needs 2 micro-batches for its trial passes, got 1: pass 1 of them as others in engine"
+    ):
         engine.run_trials(lambda: loss_of(model, data[0]))
     with pytest.raises(UsageError, match=r"call engine\.run_trials"):
         engine.backward(loss_of(model, data[0]))

@@ -311,6 +311,8 @@ def _take_examples(given: Arguments, index_K: Tensor) -> dict[str, object]:
 
 
 def _take(name: str, value: object, index_K: Tensor, number: int) -> object:
+    if name == "position_ids" and isinstance(value, Tensor) and value.ndim == 3:  # (3, B, T) of M-RoPE
+        return value[:, index_K] if value.shape[1] == number else value
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != number:
         return value
     # A vector other than the labels may have B entries by chance.
