@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsebp_cli.policy import Step
 from sparsebp_cli.testing import check_policy
 from sparsebp_shelf.example import Examples, ExampleSelector, Uniform
-from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop
+from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop, rank
 from tests.promise import Nothing
 
 ALWAYS: dict[str, Any] = {"start": 0.0, "end": 1.0, "interrupt": 0}
@@ -53,6 +53,12 @@ def test_only_the_rank_counts_and_equal_losses_are_equal() -> None:
     assert draw(policy, near, 100) == draw(policy, far, 100)
     same = draw(policy, torch.ones(4))
     assert all(abs(count / 2000 - 0.5) < 6 * (0.25 / 2000) ** 0.5 for count in same.values())
+
+
+def test_a_loss_that_is_no_number_ranks_above_all_others() -> None:
+    before_R = torch.tensor([torch.inf, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert rank(torch.tensor([torch.nan, 2.5]), before_R).tolist() == [1.0, 0.2]
+    assert bool(rank(torch.tensor([torch.nan, torch.nan]), before_R[:1]).isfinite().all())
 
 
 def test_uniform_draws_each_example_as_often_and_looks_at_nothing() -> None:

@@ -26,7 +26,7 @@ def fill_groups(score_GM: Tensor, num_kept: int) -> Tensor:
     """
     import torch
 
-    score_GM = score_GM.double().nan_to_num(0.0).clamp(min=0.0)
+    score_GM = score_GM.double().nan_to_num(torch.inf).nan_to_num().clamp(min=0.0)
     largest = score_GM.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     level_GM = (score_GM / largest * (1 << _BITS)).long().clamp(min=1)
     sorted_GM, order_GM = level_GM.sort(dim=-1, descending=True, stable=True)

@@ -128,16 +128,17 @@ def rank(loss_B: Tensor, before_R: Tensor) -> Tensor:
     """Return the fraction of a window's losses below each loss of a batch; half a place replaces a fraction of 0.
 
     Args:
-        loss_B: Losses of the batch's examples, finite.
+        loss_B: Losses of the batch's examples; NaN counts as above all others.
         before_R: The window before it, the latest last, inf for missing losses. The batch replaces the earliest losses;
             only the last R losses of a longer batch count.
 
     Returns:
-        (B,), float64, in (0, 1).
+        (B,), float64, in (0, 1].
     """
     import torch
 
+    loss_B = loss_B.nan_to_num(torch.inf, torch.inf)
     window = torch.cat([before_R.to(loss_B), loss_B])[-len(before_R) :]
     window = window[window.isfinite()]
     below_B = (window < loss_B[:, None]).sum(1).double()
-    return below_B.clamp(min=0.5) / len(window)
+    return below_B.clamp(min=0.5) / max(1, len(window))
