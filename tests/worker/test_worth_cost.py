@@ -13,11 +13,15 @@ import pytest
 
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import find_policies
+from sparsebp_cli.policy import find_policies, make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, metric
 from sparsebp_cli.worker.ending import StopRequest
+from sparsebp_cli.worker.probe import PassWork
+from sparsebp_cli.worker.step_kind import StepKind
 from sparsebp_cli.worker.training import Training
+from sparsebp_lab.worth import dense_run
+from sparsebp_lab.worth.dense_run import DenseRun
 from sparsebp_lab.worth.measure import measure
 
 MakeRecipe = Callable[..., Recipe]
@@ -102,6 +106,23 @@ def check(opened: Open, make_recipe: MakeRecipe, name: str) -> None:
 @pytest.mark.parametrize("name", ["sketch", "compact", "crs", "dropbp", *names(sample=True)])
 def test_the_estimated_cost_is_that_of_the_run(opened: Open, tiny_recipe: MakeRecipe, name: str) -> None:
     check(opened, tiny_recipe, name)
+
+
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_dense_passes_are_counted_twice_if_shape_decides_their_cost(
+    opened: Open, tiny_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, is_constant: bool
+) -> None:
+    numbers = iter(range(1, 100))
+
+    def count(*_: object) -> PassWork:
+        return PassWork(5.0 if is_constant else float(next(numbers)), StepKind(), 1)
+
+    run = DenseRun(opened(tiny_recipe(training=TRAINING))[0], lambda *_: None, 1)
+    monkeypatch.setattr(dense_run, "count_work", count)
+    with run.paused(), run.attached([make_policy("dense")]) as engine:
+        found = [run.count_dense(engine, number) for number in (0, 1, 2, 3, 1)]
+    assert found == ([5.0] * 5 if is_constant else [1.0, 2.0, 3.0, 4.0, 2.0])
+    assert next(numbers) == (1 if is_constant else 5)
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ class DenseRun:
         self.training, self._report, self._total, self.done = training, report, total, 0
         self.step, self.update_flops, self.per_entry = 0, 0.0, 0.0
         self.has_moments = False
-        self._dense_flops: dict[int, float] = {}  # by micro-batch
+        self._dense_flops: dict[object, dict[int, float]] = {}  # by the shapes of a micro-batch, and its number
         training.engine.detach()
         training.model.train()  # it is loaded in evaluation mode, without dropout or a choice of batches
         self.part_of = LayerNumbers(training.bare).part_of
@@ -95,11 +95,14 @@ class DenseRun:
             state.update(before)
 
     def count_dense(self, engine: Engine, number: int) -> float:
-        """Return the FLOPs of a dense forward and backward over a micro-batch, counted once."""
-        if number not in self._dense_flops:
+        """Return the FLOPs of a dense forward and backward over a micro-batch. They are those of two others with the
+        same shapes, if these two cost the same."""
+        shapes = frozenset((name, tensor.shape) for name, tensor in self._first_of(number, None).items())
+        counts = self._dense_flops.setdefault(shapes, {})
+        if number not in counts and (len(counts) < 2 or len(set(counts.values())) > 1):
             with self.trial(engine, number) as trial:
-                self._dense_flops[number] = count_work(trial, "dense").flops
-        return self._dense_flops[number]
+                counts[number] = count_work(trial, "dense").flops
+        return counts.get(number, min(counts.values()))
 
     def show_steps(self, engine: Engine, first: int, number: int) -> None:
         """Show ``number`` steps to policies with state, as if trained; weights and optimizer do not change."""
