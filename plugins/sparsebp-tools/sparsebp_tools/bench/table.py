@@ -9,7 +9,7 @@ from sparsebp_tools.bench import Benchmark, BenchmarkRow
 NUMBERS = ("kept", "speed-up", "quartiles", "limit", "reached", "flops", "saved", "peak")
 LEGEND = (
     "speed-up: of forward + backward over plain PyTorch; quartiles over rounds, which time each row once",
-    "limit, reached: largest speed-up that the remaining FLOPs allow, and the fraction of it that was reached",
+    "limit, reached: largest speed-up that the remaining FLOPs allow, and the fraction of it reached",
     "flops, saved, peak: FLOPs of the backward, memory saved for it and peak memory, over plain PyTorch's",
     "worth: at the cost of one kept row or entry, dense with a smaller batch computes this many",
     "choosing by norm can pay only if the effective sample size of the gradients, as a fraction, is",
