@@ -68,7 +68,7 @@ def test_a_better_commit_is_kept_and_the_repository_stays_as_it_is(
     assert len(read_log(tmp_path)) == len(runs)
     # Another candidate has its screen beside the baseline's runs, which are there.
     assert call(monkeypatch, "null", *WORDS) == 11
-    assert "a run took" in capsys.readouterr().out
+    assert "mean time of a run" in capsys.readouterr().out
     again = [seed for gain, seed, _, _ in read_log(tmp_path)[len(runs) :] if gain == 0.0]
     assert set(again).isdisjoint(seed for gain, seed, _, _ in runs if gain == 0.0)
 
