@@ -150,31 +150,15 @@ def one_process(why: str, *, what: str = "{policy}", facts: Conditions = NONE) -
 
 
 def not_compiled(because: str, *, what: str = "{policy}", facts: Conditions = NONE) -> Rule:
-    """Refuse a model that torch.compile has wrapped.
-
-    Args:
-        because: Reason, as the end of the sentence.
-        what: The sentence's subject.
-        facts: Facts of the policies that are refused; empty: all of the kind.
-
-    Returns:
-        The rule.
-    """
+    """Refuse a model that torch.compile has wrapped. The message has the subject ``what`` and ends with ``because``.
+    ``facts`` select the policies that are refused; empty: all of the kind."""
     text = f"{what} is not supported with torch.compile: {because}"
     return Rule(text, policy=facts, options={"wrapped": ("compiled",)})
 
 
 def needs_optimizer(because: str, *, what: str = "{policy}", facts: Conditions = NONE) -> Rule:
-    """Refuse a user's own training loop that does not pass the optimizer.
-
-    Args:
-        because: Reason, as the end of the sentence.
-        what: The sentence's subject.
-        facts: Facts of the policies that are refused; empty: all of the kind.
-
-    Returns:
-        The rule.
-    """
+    """Refuse a user's own training loop that does not pass the optimizer. The message has the subject ``what`` and ends
+    with ``because``. ``facts`` select the policies that are refused; empty: all of the kind."""
     text = f"{what} needs attach(optimizer=...): {because}"
     return Rule(text, policy=facts, options={"optimizer": ABSENT, "loop": ("own",)})
 

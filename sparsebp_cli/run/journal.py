@@ -30,7 +30,6 @@ import json
 import math
 import os
 import re
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -260,7 +259,9 @@ class History:
     def median(self, name: str) -> float | None:
         """Return the median of a metric's finite values over the measured steps; None if there are none."""
         values = [value for value in self.series(name).values() if math.isfinite(value)]
-        return statistics.median(values) if values else None
+        from statistics import median
+
+        return median(values) if values else None
 
     def last(self, name: str) -> float | None:
         """Return a metric's value at its highest step; None if it was never logged."""

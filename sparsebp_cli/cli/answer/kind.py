@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from sparsebp_cli.cli.answer.record import Answer
 from sparsebp_cli.cli.plugin import VerbEntry, find_verbs
 from sparsebp_cli.entry_point import find_tool
 
@@ -94,6 +95,7 @@ def make_document(record: object, warnings: tuple[str, ...] = ()) -> dict[str, A
 def document_schema(kind: DocumentKind) -> dict[str, Any]:
     """Return the JSON schema of a kind's documents."""
     record = kind.load()
+    Answer.complete()
     made = TypeAdapter[Any](record).json_schema(mode="serialization")
     modules = tuple(import_module(name) for name in (kind.record.partition(":")[0], *kind.described))
     for name, definition in {record.__name__: made, **made.get("$defs", {})}.items():

@@ -27,9 +27,20 @@ class Answer:
     # Not a pydantic model: building those of all commands took a fifth of the time of ``sparsebp --help``.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
+    _new: ClassVar[list[type]] = []  # records that are no dataclasses yet: making all takes a tenth of ``--help``
+
     def __init_subclass__(cls) -> None:
-        """Make each record a dataclass."""
-        dataclass(frozen=True, kw_only=True)(cls)
+        Answer._new.append(cls)
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        cls.complete()
+        return super().__new__(cls)
+
+    @staticmethod
+    def complete() -> None:
+        """Make each record a dataclass, before the first is made, read or described."""
+        while Answer._new:
+            dataclass(frozen=True, kw_only=True)(Answer._new.pop(0))
 
     @classmethod
     def read(cls, facts: Any) -> Self:
@@ -37,6 +48,7 @@ class Answer:
         not its own."""
         from pydantic import TypeAdapter
 
+        cls.complete()
         return TypeAdapter(cls).validate_python(facts)
 
 
