@@ -123,29 +123,14 @@ def needs(option: str, value: str, got: tuple[object, ...], because: str) -> Rul
 
 
 def whole_weights(because: str = "sharded weights are not supported", *, facts: Conditions = NONE) -> Rule:
-    """Refuse weights that FSDP2 shards.
-
-    Args:
-        because: Reason, as the end of the sentence.
-        facts: Facts of the policies that are refused; empty: all of the kind.
-
-    Returns:
-        The rule.
-    """
+    """Refuse weights that FSDP2 shards. The message ends with ``because``. ``facts`` select the policies that are
+    refused; empty: all of the kind."""
     return Rule(f"{{policy}} needs {{sharding:none}}: {because}", policy=facts, options={"sharding": ("fsdp2",)})
 
 
 def one_process(why: str, *, what: str = "{policy}", facts: Conditions = NONE) -> Rule:
-    """Refuse several processes.
-
-    Args:
-        why: Reason, for the documentation.
-        what: The sentence's subject.
-        facts: Facts of the policies that are refused; empty: all of the kind.
-
-    Returns:
-        The rule.
-    """
+    """Refuse several processes. The message has the subject ``what``; the documentation adds ``why``. ``facts`` select
+    the policies that are refused; empty: all of the kind."""
     return Rule(f"{what} works in one process, got {{processes}}", why, facts, options={"processes": SEVERAL})
 
 

@@ -65,7 +65,7 @@ def _of_tables(tables: Mapping[str, Any], name: str) -> Splits:
 def find_files(folder: Path, section: DatasetSection) -> dict[str, list[Path]]:
     """Return the data files of a folder by split. As in ``datasets``, the files' names or the folder's README determine
     the split."""
-    check_folder(folder)
+    every = check_folder(folder)
     from datasets import load_dataset_builder
 
     with _explained(section.name):
@@ -75,6 +75,12 @@ def find_files(folder: Path, section: DatasetSection) -> dict[str, list[Path]]:
     for file in itertools.chain.from_iterable(found.values()):
         if find_suffix(file) not in FORMATS:  # check_folder allows no other
             raise DataError(f"{file}: cannot read {file.suffix}")
+    read = {file.resolve() for files in found.values() for file in files}
+    if left := [file for file in every if file.resolve() not in read]:
+        raise DataError(
+            f"{left[0]}: would not be read: give all files of a folder one format, and name all or none after a split, "
+            "such as train-2.jsonl"
+        )
     return found
 
 

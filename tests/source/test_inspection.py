@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ target: {target}
 """
 CONFIG = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": 4}
 TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "<s>"}, {"content": "a"}]}
+CHOICE = "---\nconfigs:\n- {config_name: x, data_files: a.*}\n---\n"
 Check = Callable[..., list[str]]
 
 
@@ -316,3 +318,32 @@ def test_a_look_imports_neither_torch_nor_transformers(check: Check, tmp_path: P
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        (("a.jsonl", "b.csv"), "b.csv"),
+        (("a.jsonl", "b.csv", "c.csv"), "a.jsonl"),
+        (("train.jsonl", "extra.jsonl"), "extra.jsonl"),
+        (("train/a.jsonl", "b.jsonl"), "b.jsonl"),
+        (("a.jsonl", "b.json", "c.jsonl.gz", "dataset_infos.json", "__cache__/d.jsonl"), None),
+        (("train-1.jsonl", "train-2.jsonl", "test.jsonl"), None),
+        (("a.jsonl", "b.csv", "README.md"), None),
+    ],
+)
+def test_a_file_of_a_folder_that_no_split_would_read_is_refused(
+    check: Check, refuse: Any, tmp_path: Path, names: tuple[str, ...], left: str | None
+) -> None:
+    for number, name in enumerate(names):
+        file = tmp_path / "rows" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = json.dumps({"text": f"row {number}"}) + "\n"
+        other = {".csv": f"text\nrow {number}\n", ".md": CHOICE}.get(file.suffix, rows)
+        content = ("{}" if name == "dataset_infos.json" else other).encode()
+        file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    data = f"{{name: {tmp_path / 'rows'}}}"
+    if left is None:
+        check(data)
+    else:
+        assert f"/rows/{left}: would not be read" in refuse(data)
