@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file
 from transformers import (
@@ -35,6 +37,7 @@ from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.reload import check_again
 from sparsebp_tools.checkpoint_model import rebuild
 from sparsebp_tools.release import ReleasedModel, find_weights, write_model
+from sparsebp_tools.release.folder import _list_files
 from tests.worker.conftest import LLAMA, work
 from tests.worker.ranks import make_run, train_on_two
 
@@ -109,6 +112,9 @@ def test_a_full_fine_tune_leaves_bit_by_bit_with_the_files_of_its_source(
     base: Path, tiny_recipe: Any, prepared: Any, tmp_path: Path
 ) -> None:
     model = {"name": str(base), "dropout": 0.0}
+    named = AutoTokenizer.from_pretrained(base)
+    named.chat_template = {"default": CHAT, "tool_use": "{{ tools | tojson }}" + CHAT}
+    named.save_pretrained(base)
     recipe = tiny_recipe(policy=[{"name": "topk", "keep": 0.5, "along": "rows"}], checkpoint={"every": 5})
     run = train(Recipe.model_validate(recipe.model_dump() | {"model": model}), prepared)
     folder = release(run, tmp_path / "out")
@@ -135,11 +141,24 @@ def test_a_full_fine_tune_leaves_bit_by_bit_with_the_files_of_its_source(
     assert before(text)["input_ids"] == after(text)["input_ids"]
     assert before.special_tokens_map == after.special_tokens_map
     assert type(before) is type(after)
-    assert {file.name for file in folder.iterdir()} == {
+    assert before.chat_template == after.chat_template
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == {
         *("README.md", "config.json", "generation_config.json", "model.safetensors"),
         *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+        *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
     }
     check_card(folder, run, recipe)
+
+
+def test_a_release_has_the_vocabulary_of_every_tokenizer_of_transformers(tmp_path: Path) -> None:
+    names = set[str]()
+    for file in Path(transformers.__file__).parent.rglob("tokenization*.py"):
+        table = re.search(r"VOCAB_FILES_NAMES.*?= \{(.*?)\}", file.read_text(encoding="utf-8"), re.DOTALL)
+        names |= set() if table is None else set(re.findall(r": *\"([^\"]+)\"", table[1]))
+    assert {"bpe.codes", "source.spm", "vocab.txt", "tokenizer.model"} < names
+    for name in (*names, "notes.py", "pytorch_model.bin"):
+        (tmp_path / name).touch()
+    assert {file.name for file in _list_files(tmp_path)} == names
 
 
 def check_card(folder: Path, run: RunFolder, recipe: Recipe) -> None:

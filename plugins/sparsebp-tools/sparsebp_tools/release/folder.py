@@ -25,7 +25,8 @@ from sparsebp_tools.release.origin import Origin
 from sparsebp_tools.release.weights import ReleasedWeights
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-BESIDE = (".json", ".jinja", ".txt", ".model")
+BESIDE = (".json", ".jinja", ".txt", ".model", ".codes", ".spm", ".tokenizer")  # with all vocabularies of transformers
+TEMPLATES = "additional_chat_templates"  # folder of named templates, such as for tools
 CARD = "README.md"
 ROOM = 8 << 20  # free bytes required beside the weights
 
@@ -68,7 +69,9 @@ def write_model(
                 rebuild(part)
             else:
                 for file in _list_files(model.weights.folder):
-                    shutil.copyfile(file, part / file.name)
+                    copy = part / file.relative_to(model.weights.folder)
+                    copy.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, copy)
             config, notes = _restore(part, model)
             if model.weights.folder is not None and OUTPUTS in source.read_json(model.weights.folder / MANIFEST):
                 verify(part, model.weights.folder)
@@ -87,7 +90,8 @@ def _list_files(folder: Path) -> list[Path]:
     """Return the files of a saved model that belong into the folder."""
     names = {manifest.MANIFEST, CARD}
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in names]
-    return [file for file in files if file.name.endswith((*WEIGHTS, *BESIDE))]
+    named = sorted((folder / TEMPLATES).glob("*.jinja"))
+    return [file for file in files if file.name.endswith((*WEIGHTS, *BESIDE))] + named
 
 
 def _restore(part: Path, model: ReleasedModel) -> tuple[dict[str, Any], list[str]]:

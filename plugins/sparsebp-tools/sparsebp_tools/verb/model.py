@@ -87,7 +87,7 @@ def model(
         notes = write_model(planned, lambda part: _rebuild(planned, part), _verify)
     for note in notes:
         print_line(f"note: {note}", stderr=True)
-    files = sorted(file for file in planned.place.iterdir() if file.is_file())
+    files = sorted(file for file in planned.place.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in files)
     # Before the upload, which may take long or fail: the folder exists already.
     if output is Output.TABLE:
@@ -97,7 +97,7 @@ def model(
         run=planned.run.run_id,
         step=planned.weights.step,
         bytes=size,
-        files=[file.name for file in files],
+        files=[str(file.relative_to(planned.place)) for file in files],
         hub=None if push is None else send(planned.place, push, public=public),
         notes=list(notes),
     )
