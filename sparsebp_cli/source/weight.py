@@ -7,6 +7,7 @@ an adapter names another model, and a config can describe a model that fits into
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -66,6 +67,8 @@ def check_sidecars(folder: Path) -> None:
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")]):
         if file.exists() and not file.is_file():  # opening a pipe may block for ever, and a device may never end
             raise DataError(f"{file}: is not a regular file")
+        if file.exists() and not os.access(file, os.R_OK):  # safetensors would say that it does not exist
+            raise DataError(f"{file}: cannot be read: permission denied")
         if file.suffix == ".json" and file.is_file() and file.stat().st_size > LARGEST_JSON:
             raise DataError(f"{file}: must have at most {LARGEST_JSON} bytes, got {file.stat().st_size}")
     settings = folder / "tokenizer_config.json"

@@ -204,6 +204,15 @@ def test_weights_that_cannot_be_opened_are_refused_unopened(tmp_path: Path, repl
         check_weights(folder, {"model_type": "llama"})
 
 
+def test_weights_that_this_user_may_not_read_are_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(os, "access", lambda file, mode: file.suffix != ".safetensors")  # root may read all files
+    with pytest.raises(DataError, match=r"model\.safetensors: cannot be read: permission denied"):
+        check_weights(tmp_path, {"model_type": "llama"})
+
+
 # By every kind of name that a size has: those of llama, of single architectures, inner ones, lists.
 ABSURD: dict[str, object] = {
     "num_hidden_layers": 10**9,
