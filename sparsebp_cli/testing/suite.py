@@ -65,6 +65,8 @@ def check_draws(policy: Policy, asked: Sequence[tuple[Callable[[Step], object], 
 
     share = find_share(differing("draw", count(1)))
     if share is None:
+        text = f"{name_of(policy)}: depends on the step's seed, but draws the same for every draw: use step.generator"
+        require(find_share(differing("seed", count(1))) is None, text)
         return False
     for part in parts:
         numbers = range(1, 2 + enough(share) // len(asked))

@@ -69,3 +69,9 @@ def test_a_draw_is_looked_for_at_every_place() -> None:
     with pytest.raises(AssertionError, match="draws the same for every index of the step"):
         check_draws(policy, asked, ("seed", "index"))
     assert not check_draws(policy, [(lambda step: step.index, Step(0))], ("seed",)), "no random policy"
+
+
+def test_a_generator_of_ones_own_is_found_by_the_seed_of_the_step() -> None:
+    asked = [(lambda step: (step.seed, step.index), Step(0))]
+    with pytest.raises(AssertionError, match="depends on the step's seed, but draws the same for every draw"):
+        check_draws(make_policy("dense"), asked, ("micro_batch",))
