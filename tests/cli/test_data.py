@@ -67,7 +67,7 @@ def test_data_counts_every_row_and_marks_what_is_trained(counted: dict[str, Any]
 def test_the_table_shows_what_is_trained_and_what_was_lost(
     call: Cli, recipe: Path, counted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = {key: value for key, value in counted.items() if key in DataAnswer.__dataclass_fields__}
+    answer = {key: value for key, value in counted.items() if key in DataAnswer.__annotations__}
     monkeypatch.setattr("sparsebp_cli.cli.worker_answer.ask_worker", lambda *_: answer)
     shown = call("data", recipe)
     assert shown.returncode == 0, shown.stderr
